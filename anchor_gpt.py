@@ -1,0 +1,379 @@
+"""AnchorAttention in one file: a compact Llama-style transformer for rows of packed documents.
+
+The paper is *When Precision Meets Position: BFloat16 Breaks Down RoPE in Long-Context Training* (Wang et al.,
+TMLR 2025, arXiv 2411.13476). Read from top to bottom this file is the paper:
+
+  1. who sees whom    a row is [anchor, document 1, document 2, ...]; four kinds of attention over it
+  2. positions        position ids and RoPE, computed so that bfloat16 cannot spoil them
+  3. attention        the same attention in two ways: by mask (the definition) and by document (fast)
+  4. the model        pre-RMSNorm, grouped-query attention with RoPE, SwiGLU, tied embeddings
+
+Notable: the only attention kernel is PyTorch's scaled_dot_product_attention; there are no buffers, so
+`model.bfloat16()` rounds the weights and nothing else; by document, nothing of size T x T is ever built.
+
+Run it, `python anchor_gpt.py`, to see the four kinds drawn.
+
+Shapes: B rows, T tokens a row, H query heads, H_kv key/value heads, D the head size, C = H * D, V tokens in the
+vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, ... for each document in turn.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# ----------------------------------------------------------------------------------------------------------------
+# 1. Who sees whom
+
+ATTENTIONS = ("full", "intra_doc", "intra_doc_reset", "anchor")
+
+
+def check_attention(attention):
+    if attention not in ATTENTIONS:
+        raise ValueError(f"unknown attention kind {attention!r}: choose one of {', '.join(ATTENTIONS)}")
+
+
+def check_doc_ids(doc_ids):
+    if doc_ids.ndim != 2 or doc_ids.dtype != torch.int64 or doc_ids.numel() == 0:
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} {doc_ids.dtype}, expected a non-empty (B, T) torch.int64: "
+                         "for a single row pass doc_ids[None]")
+    if (doc_ids[:, 0] != 0).any() or (doc_ids[:, 1:] < 1).any():
+        b = int(((doc_ids[:, 0] != 0) | (doc_ids[:, 1:] < 1).any(dim=1)).nonzero()[0])
+        raise ValueError(f"doc_ids of row {b} is {doc_ids[b, :8].tolist()}...: expected 0 for the anchor at index 0 and "
+                         "there alone, and 1, 2, 3, ... for the documents behind it; put the BOS token in front")
+
+
+def attention_mask(doc_ids, attention):
+    """Which query may see which key: the definition of the four kinds (the paper's Figure 2).
+
+    doc_ids (B, T) int64 -> bool (B, T, T); [b, i, j] is True where query i may see key j, the convention of
+    scaled_dot_product_attention. Every kind is causal (j <= i) and lets every token see itself.
+    ValueError: an unknown kind; doc_ids of another shape or dtype, or without the anchor in front.
+    """
+    check_attention(attention)
+    check_doc_ids(doc_ids)
+    B, T = doc_ids.shape
+    causal = torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()
+    if attention == "full":
+        return causal.repeat(B, 1, 1)
+    visible = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T): query and key in the same document
+    if attention == "anchor":
+        visible |= doc_ids[:, None, :] == 0
+    return visible & causal
+
+
+def document_lengths(doc_ids):
+    """The lengths of the documents of each row, in order, the anchor's 1 first.
+
+    doc_ids (B, T) int64 -> list of B lists of int, each summing to T. On CUDA this waits for the device: call it
+    once a forward, not once a layer.
+    ValueError: as attention_mask, and a document in more than one piece.
+    """
+    doc_ids = doc_ids.cpu()
+    check_doc_ids(doc_ids)
+    lengths = []
+    for b, row in enumerate(doc_ids):
+        ids, counts = row.unique_consecutive(return_counts=True)
+        if len(ids.unique()) < len(ids):
+            torn = next(int(i) for i in ids if (ids == i).sum() > 1)
+            raise ValueError(f"document {torn} of row {b} is in more than one piece: the tokens of a document must "
+                             'be consecutive; give each piece an id of its own, or use attend="mask"')
+        lengths.append(counts.tolist())
+    return lengths
+
+
+def visible_pairs(doc_ids, attention):
+    """How many (query, key) pairs are visible: what attention by document computes, and what full would.
+
+    doc_ids (B, T) int64 -> int64 (B,); a document of n tokens has n (n + 1) / 2 causal pairs.
+    ValueError: an unknown kind, and as document_lengths.
+    """
+    check_attention(attention)
+    T = doc_ids.shape[1]
+    pairs = []
+    for lengths in document_lengths(doc_ids):
+        if attention == "full":
+            lengths = [T]
+        pairs.append(sum(n * (n + 1) // 2 for n in lengths) + (T - 1 if attention == "anchor" else 0))
+    return torch.tensor(pairs)
+
+
+def draw_mask(visible, doc_ids):
+    """One row's mask as text, a line a query: ██ same document, ▓▓ the anchor, ░░ another document, · hidden.
+
+    visible (T, T) bool, doc_ids (T,) int64 -> str of T lines, two characters a key.
+    """
+    def cell(i, j):
+        if not visible[i, j]:
+            return "· "
+        return "██" if doc_ids[i] == doc_ids[j] else "▓▓" if doc_ids[j] == 0 else "░░"
+    T = len(doc_ids)
+    return "\n".join("".join(cell(i, j) for j in range(T)) for i in range(T))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 2. Positions: RoPE makes a logit depend on the distance between query and key alone, as long as its angles are exact
+
+
+def position_ids(doc_ids, attention):
+    """The position of each token: its index in the row; for intra_doc_reset its index in its document.
+
+    doc_ids (B, T) int64 -> int64 (B, T). The anchor is at position 0 in every kind.
+    ValueError: an unknown kind; doc_ids of another shape or dtype, or without the anchor in front.
+    """
+    check_attention(attention)
+    check_doc_ids(doc_ids)
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
+    if attention != "intra_doc_reset":
+        return index
+    is_start = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+    return index - (index * is_start).cummax(dim=1).values
+
+
+def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
+    """The tables of RoPE: cos and sin of position * theta^(-2i / head_dim) for i = 0 ... head_dim/2 - 1.
+
+    position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64 and the product
+    elementwise: float32 angles are off by 4e-3 at position 131,072, and a matmul would run in bfloat16 under autocast,
+    where positions above 256 collapse onto each other.
+    ValueError: an odd head_dim.
+    """
+    if head_dim % 2:
+        raise ValueError(f"head size {head_dim} is odd: RoPE rotates pairs, choose n_embd and n_head so that "
+                         "n_embd / n_head is even")
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=position_ids.device) / head_dim
+    angles = position_ids[:, None, :, None].double() * theta**-exponent  # (B, 1, T, D/2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Rotates each pair (i, i + D/2) of x by its position's angle i (the pair layout of Llama checkpoints in Hugging
+    Face form).
+
+    x (B, H, T, D), cos and sin (B, 1, T, D // 2) -> (B, H, T, D) of x's dtype. Computed in the promoted dtype of x and
+    cos: with bfloat16 x, bfloat16 tables are the paper's failing case and float32 tables the sound one.
+    """
+    x1, x2 = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 3. Attention, in two ways
+
+
+def attend_by_mask(q, k, v, doc_ids, attention, mask=None):
+    """Attention by one dense mask: the definition, quadratic in T, what attend_by_document is tested against.
+
+    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D).
+    mask: attention_mask(doc_ids, attention), where the caller has it already.
+    ValueError: as attention_mask.
+    """
+    if mask is None:
+        mask = attention_mask(doc_ids, attention)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+
+
+def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
+    """Attention as independent causal blocks, one a document: the values and gradients of attend_by_mask, but the
+    work falls from T^2 to the sum of the documents' n^2, and nothing of size T x T exists.
+
+    The anchor makes this possible: a token that sees only itself, at position 0, has the same key and value wherever
+    it is copied. So each document gets a copy of its own in front, and [anchor; document] is plain causal attention.
+
+    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D).
+    lengths: document_lengths(doc_ids), where the caller has it already.
+    ValueError: an unknown kind, and as document_lengths.
+    """
+    check_attention(attention)
+    if lengths is None:
+        lengths = document_lengths(doc_ids)
+
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    if attention == "full":
+        return causal(q, k, v)
+    rows = []
+    # Split, not sliced: the backward of every slice would allocate a zero tensor of the whole length.
+    for *qkv, row_lengths in zip(q.split(1), k.split(1), v.split(1), lengths):
+        anchor, *docs = zip(*(x.split(row_lengths, dim=2) for x in qkv))  # q, k, v of each: (1, H or H_kv, n, D)
+        if attention == "anchor":
+            # Dropped is the output of the copy: the anchor's own is the same in every document.
+            blocks = [causal(*(torch.cat(pair, dim=2) for pair in zip(anchor, doc)))[:, :, 1:] for doc in docs]
+        else:
+            blocks = [causal(*doc) for doc in docs]
+        rows.append(torch.cat([causal(*anchor), *blocks], dim=2))  # (1, H, T, D)
+    return torch.cat(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 4. The model
+
+
+@dataclass
+class GPTConfig:
+    """Everything that determines a model. ValueError: sizes that do not fit together, an unknown kind or way."""
+    vocab_size: int = 258
+    context_length: int = 1024  # the T it is trained on; forward takes any T, generate stays within this one
+    n_layer: int = 4
+    n_head: int = 4
+    n_kv_head: int = 4
+    n_embd: int = 256
+    n_hidden: int = 688
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    attention: str = "anchor"
+    attend: str = "document"  # or "mask"
+
+    def __post_init__(self):
+        check_attention(self.attention)
+        if self.attend not in ("document", "mask"):
+            raise ValueError(f'unknown way to attend {self.attend!r}: choose "document" or "mask"')
+        for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.context_length < 2:
+            raise ValueError(f"context_length is {self.context_length}, expected at least 2: the anchor and a token")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: change either")
+        if self.n_embd // self.n_head % 2:
+            raise ValueError(f"the head size n_embd / n_head = {self.n_embd} / {self.n_head} = "
+                             f"{self.n_embd // self.n_head} is odd: RoPE rotates pairs, make it even")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}: each key/value head "
+                             "serves an equal number of query heads")
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.n_embd // config.n_head
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.head_dim, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin, doc_ids, layout):
+        B, T, C = x.shape
+        H, H_kv = self.config.n_head, self.config.n_kv_head
+        heads = self.qkv(x).view(B, T, H + 2 * H_kv, self.head_dim).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
+        qk, v = heads.split((H + H_kv, H_kv), dim=1)
+        q, k = apply_rope(qk, cos, sin).split((H, H_kv), dim=1)
+        attend = attend_by_document if self.config.attend == "document" else attend_by_mask
+        y = attend(q, k, v, doc_ids, self.config.attention, layout)  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)
+        self.proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, doc_ids, layout):
+        x = x + self.attention(self.attention_norm(x), cos, sin, doc_ids, layout)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        for name, p in self.named_parameters():
+            if p.ndim == 2:  # as nanoGPT: the sum over the residual stream keeps its size at any depth
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("proj.weight") else 0.02
+                nn.init.normal_(p, std=std)
+
+    def forward(self, tokens, doc_ids=None, targets=None):
+        """tokens (B, T) int64, each row an anchor and its documents -> logits (B, T, V), and the loss or None.
+
+        doc_ids (B, T) int64, on the CPU or tokens' device (on the CPU no kernel has to wait for it); None means one
+        document a row after its anchor. targets (B, T) int64: the loss is the mean cross-entropy in nats, in float32,
+        over the targets other than -100.
+        ValueError: doc_ids that do not fit tokens, and as document_lengths.
+        """
+        config = self.config
+        if doc_ids is None:
+            doc_ids = torch.ones_like(tokens, device="cpu")
+            doc_ids[:, 0] = 0
+        if doc_ids.shape != tokens.shape:
+            raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, expected the shape of tokens, {tuple(tokens.shape)}")
+        doc_ids = doc_ids.cpu()
+        # Who sees whom is the same in every layer, and so are the rotation tables: each is worked out once.
+        layout = (document_lengths(doc_ids) if config.attend == "document"
+                  else attention_mask(doc_ids, config.attention).to(tokens.device))
+        positions = position_ids(doc_ids, config.attention).to(tokens.device)
+        cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta)
+
+        x = self.embedding(tokens)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x, cos, sin, doc_ids, layout)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None):
+        """Continues each row by max_new_tokens sampled tokens; temperature 0 always takes the likeliest.
+
+        tokens (B, T) int64, the anchor first -> (B, T + max_new_tokens). Once a row outgrows context_length, the model
+        sees the anchor and the latest tokens: the oldest after the anchor are dropped, and positions count anew.
+        """
+        for _ in range(max_new_tokens):
+            seen = tokens
+            if tokens.shape[1] > self.config.context_length:
+                seen = torch.cat((tokens[:, :1], tokens[:, -(self.config.context_length - 1):]), dim=1)
+            logits = self(seen)[0][:, -1].float()  # (B, V)
+            if temperature == 0:
+                new = logits.argmax(dim=-1, keepdim=True)
+            else:
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, -math.inf)
+                new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)
+            tokens = torch.cat((tokens, new), dim=1)
+        return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def figure():
+    """The paper's Figure 2 as text: the visible pairs and the position ids of each kind, for three documents."""
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2, 2, 2, 3, 3]])
+    names = ["A", "a", "a", "a", "b", "b", "b", "b", "c", "c"]
+    panels = []
+    for attention in ATTENTIONS:
+        visible = attention_mask(doc_ids, attention)[0]
+        picture = draw_mask(visible, doc_ids[0]).split("\n")
+        panels.append([f"   {attention}", "   " + " ".join(names)]
+                      + [f"{name}  {line}" for name, line in zip(names, picture)]
+                      + ["   " + " ".join(map(str, position_ids(doc_ids, attention)[0].tolist()))])
+    lines = ["A row: the anchor A, then documents a, b and c. Down: the query. Across: the keys it sees.",
+             "██ same document   ▓▓ the anchor   ░░ another document   ·  hidden   below: position ids"]
+    for left, right in (panels[:2], panels[2:]):
+        lines += [""] + [f"{x:<30}{y}".rstrip() for x, y in zip(left, right)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(figure())

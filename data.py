@@ -1,0 +1,207 @@
+"""Documents as rows of packed tokens, each row behind an anchor.
+
+Tokens are bytes, so there is no vocabulary to train or download: ids 0 ... 255 are bytes, 256 is BOS (the anchor), 257
+is EOS (it ends each document). The default corpus is on every machine that runs this program: the source files of the
+Python standard library. `python data.py [path]` describes a corpus.
+"""
+import argparse
+import json
+import os
+import re
+import sysconfig
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from anchor_gpt import ATTENTIONS, visible_pairs
+
+BOS, EOS, VOCAB_SIZE = 256, 257, 258
+NO_TARGET = -100  # what cross_entropy ignores
+
+
+def encode(text_or_bytes):
+    """str (as UTF-8) or bytes -> list of token ids, without BOS or EOS."""
+    return list(text_or_bytes.encode() if isinstance(text_or_bytes, str) else text_or_bytes)
+
+
+def decode(ids):
+    """Token ids -> str; BOS and EOS are left out, bytes that are not UTF-8 become U+FFFD."""
+    return bytes(i for i in ids if i < BOS).decode(errors="replace")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# From files to documents
+
+
+def files_below(folder):
+    """The files in a folder and its subfolders in a fixed order, without hidden ones and installed packages."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ("site-packages", "dist-packages"))
+        yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
+
+
+def read_jsonl(path):
+    documents = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            documents.append(text.encode())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f'{path}, line {number}: expected a JSON object with a string "text", '
+                             f"got {line[:60].decode(errors='replace')!r}") from None
+    return documents
+
+
+def load_documents(path=None):
+    """The documents of a corpus, as a list of bytes; empty ones are left out.
+
+    path: None, the source files of the Python standard library that runs this program; a folder, each text file in it
+    or below it one document; a .jsonl file, one {"text": ...} a line; any other text file, in which the separator
+    <|endoftext|> may stand between documents. A file with a NUL byte is no text; one that cannot be read is left out
+    with a warning.
+    ValueError: a path that does not exist or holds no text; a .jsonl line without a text.
+    """
+    source = Path(path if path is not None else sysconfig.get_path("stdlib"))
+    if not source.exists():
+        raise ValueError(f"data path {str(source)!r} does not exist: expected a folder, a .txt or a .jsonl file")
+    if source.is_dir():
+        documents = []
+        for file in files_below(source):
+            if path is None and file.suffix != ".py":
+                continue
+            try:
+                documents.append(file.read_bytes())
+            except OSError as error:
+                warnings.warn(f"left out: {error}")
+    elif source.suffix == ".jsonl":
+        documents = read_jsonl(source)
+    else:
+        documents = re.split(rb"\s*<\|endoftext\|>\s*", source.read_bytes())
+    documents = [d for d in documents if d and b"\0" not in d]
+    if not documents:
+        raise ValueError(f"data path {str(source)!r} holds no text: expected a folder with text files, a .txt or a "
+                         '.jsonl of {"text": ...} lines')
+    return documents
+
+
+def split_documents(documents, val_fraction, seed):
+    """Holds out whole documents for validation -> (train, val), two lists; at least one document in each.
+
+    val_fraction: the share of the documents to hold out, between 0 and 1. ValueError: fewer than two documents.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}, expected a number between 0 and 1")
+    if len(documents) < 2:
+        raise ValueError(f"the corpus has {len(documents)} document, too few to hold one out: expected at least 2; "
+                         "in a .txt file separate documents by <|endoftext|>")
+    order = np.random.default_rng(seed).permutation(len(documents))
+    n_val = min(max(1, round(len(documents) * val_fraction)), len(documents) - 1)
+    return [documents[i] for i in order[n_val:]], [documents[i] for i in order[:n_val]]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# From documents to rows
+
+
+class PackedRows:
+    """Rows of context_length tokens, [anchor, document, document, ...], filled to the end, without padding.
+
+    Every epoch shuffles the documents, puts EOS after each, and cuts the stream into rows. A document that does not fit
+    goes on in the next row, behind that row's anchor. No token is lost or repeated within an epoch, save the tail that
+    cannot fill a row.
+    ValueError: a context_length below 2, or a corpus that cannot fill one row.
+    """
+
+    def __init__(self, documents, context_length, seed):
+        if context_length < 2:
+            raise ValueError(f"context_length is {context_length}, expected at least 2: the anchor and one token")
+        self.context_length, self.seed = context_length, seed
+        self.lengths = np.array([len(d) + 1 for d in documents], dtype=np.int64)  # with EOS
+        ends = self.lengths.cumsum()
+        self.starts = ends - self.lengths
+        self.n_tokens = int(self.lengths.sum())
+        self.rows_per_epoch = self.n_tokens // (context_length - 1)
+        if self.rows_per_epoch == 0:
+            raise ValueError(f"the corpus has {self.n_tokens} tokens, too few to fill one row of {context_length}: "
+                             "add documents or lower the context length")
+        self.tokens = np.full(self.n_tokens, EOS, dtype=np.uint16)  # the documents one after the other, as given
+        is_byte = np.ones(self.n_tokens, dtype=bool)
+        is_byte[ends - 1] = False
+        self.tokens[is_byte] = np.frombuffer(b"".join(documents), dtype=np.uint8)
+        self.shuffled = None  # the latest epoch's (epoch, order, ends): a memory of a pure function
+
+    def shuffle(self, epoch):
+        """The order of the documents in an epoch, and where in its stream each of them ends."""
+        if self.shuffled is None or self.shuffled[0] != epoch:
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
+            self.shuffled = epoch, order, self.lengths[order].cumsum()
+        return self.shuffled[1:]
+
+    def row(self, i):
+        """Row i of an endless supply -> tokens, doc_ids, targets, each (T,) int64: a pure function of (documents, seed, i).
+
+        targets: the next token where it is in the same document, or is the first after the anchor; else -100.
+        """
+        epoch, i = divmod(i, self.rows_per_epoch)
+        order, ends = self.shuffle(epoch)
+        start = i * (self.context_length - 1)
+        stop = start + self.context_length - 1
+        here = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop) + 1)
+        order, ends = order[here], ends[here]  # the documents that have a token in this row
+        begins = ends - self.lengths[order]
+        counts = np.minimum(ends, stop) - np.maximum(begins, start)
+        where = np.arange(start, stop) + np.repeat(self.starts[order] - begins, counts)
+
+        tokens = np.concatenate(([BOS], self.tokens[where]), dtype=np.int64)
+        doc_ids = np.repeat(np.arange(len(order) + 1), np.concatenate(([1], counts)))
+        targets = np.full_like(tokens, NO_TARGET)
+        continues = doc_ids[1:] == doc_ids[:-1]
+        continues[0] = True  # the anchor predicts the row's first token
+        targets[:-1][continues] = tokens[1:][continues]
+        return torch.from_numpy(tokens), torch.from_numpy(doc_ids), torch.from_numpy(targets)
+
+    def batch(self, i, n):
+        """Rows i ... i + n - 1 -> tokens, doc_ids, targets, each (n, T) int64."""
+        return tuple(torch.stack(x) for x in zip(*(self.row(j) for j in range(i, i + n))))
+
+
+def visible_share(doc_ids, attention):
+    """The share of the causal pairs of these rows, doc_ids (B, T), that an attention kind lets see each other."""
+    return int(visible_pairs(doc_ids, attention).sum()) / int(visible_pairs(doc_ids, "full").sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(documents, context_lengths):
+    """What a newcomer wants to know of a corpus, as text: sizes, a histogram, and the saving to expect."""
+    lengths = np.array([len(d) for d in documents])
+    tokens = int(lengths.sum()) + len(documents)
+    lines = [f"{len(documents):,} documents, {tokens:,} tokens (bytes, and an EOS after each document)",
+             f"bytes in a document: mean {lengths.mean():,.0f}, median {np.median(lengths):,.0f}, "
+             f"shortest {lengths.min():,}, longest {lengths.max():,}", "", "length in bytes      documents"]
+    buckets = np.bincount(np.log2(lengths).astype(int))
+    for b in range(int(np.flatnonzero(buckets)[0]), len(buckets)):
+        lines.append(f"{2**b:>9,} - {2**(b + 1) - 1:<9,} {buckets[b]:>6,} " + "█" * round(40 * buckets[b] / buckets.max()))
+    lines += ["", "share of causal pairs that stay visible, by context length",
+              " " * 16 + "".join(f"{T:>10,}" for T in context_lengths)]
+    packed = [PackedRows(documents, T, seed=0) for T in context_lengths]
+    sampled = [rows.batch(0, min(rows.rows_per_epoch, 64))[1] for rows in packed]
+    for attention in ATTENTIONS:
+        lines.append(f"{attention:<16}" + "".join(f"{visible_share(doc_ids, attention):>10.1%}" for doc_ids in sampled))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Describes a corpus: documents, lengths, the saving to expect.")
+    parser.add_argument("path", nargs="?", help="a folder, a .txt or a .jsonl; default: the Python standard library")
+    parser.add_argument("--context-length", type=int, nargs="+", default=[1024, 8192, 65536], help="default: %(default)s")
+    args = parser.parse_args()
+    try:
+        print(describe(load_documents(args.path), args.context_length))
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,346 @@
+"""Trains anchor_gpt on packed documents and shows what it learned.
+
+    python train.py                                  # no argument needed; a CPU is enough
+    python train.py --attention full --out out-full  # another attention kind
+    python train.py --resume                         # go on after Ctrl-C, kill -9 or a power cut, exactly
+    python train.py --resume --prompt "import os"    # only load the checkpoint and continue a text
+
+Notable: row i of the data is a pure function of (documents, seed, i) and nothing in the model is random, so weights,
+optimizer state and step number are all there is to resume from: on a CPU the resumed run is bit-identical.
+"""
+import argparse
+import hashlib
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from anchor_gpt import ATTENTIONS, GPT, GPTConfig
+from data import (BOS, EOS, NO_TARGET, VOCAB_SIZE, PackedRows, decode, encode, load_documents, split_documents,
+                  visible_share)
+
+NATIVE_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # elsewhere a CPU is slower in bfloat16 than in float32
+
+SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (default on a CPU, on CUDA, help)
+    "attention": ("anchor", "anchor", f"attention kind: {', '.join(ATTENTIONS)}"),
+    "attend": ("document", "document", "compute attention by document (fast) or by mask (the definition)"),
+    "data": ("", "", "a folder of text files, a .txt or a .jsonl; empty: the Python standard library's source"),
+    "val_fraction": (0.05, 0.05, "share of the documents held out for validation"),
+    "context_length": (1024, 8192, "tokens a row, the anchor included"),
+    "batch_size": (4, 2, "rows a micro-batch"),
+    "grad_accumulation": (1, 4, "micro-batches an optimizer step"),
+    "steps": (400, 2000, "optimizer steps"),
+    "learning_rate": (2e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
+    "warmup_steps": (20, 100, "steps of linear warm-up"),
+    "weight_decay": (0.1, 0.1, "weight decay of the matrices"),
+    "grad_clip": (1.0, 1.0, "largest norm of the gradient"),
+    "n_layer": (4, 12, "blocks"),
+    "n_head": (4, 12, "query heads"),
+    "n_kv_head": (4, 4, "key/value heads; divides the query heads"),
+    "n_embd": (256, 768, "width of the residual stream"),
+    "n_hidden": (688, 2048, "width of the SwiGLU"),
+    "dtype": ("bfloat16" if NATIVE_BFLOAT16 else "float32", "bfloat16", "autocast to bfloat16, or plain float32"),
+    "seed": (0, 0, "seed of the weights, the order of the documents and the sampled text"),
+    "eval_interval": (100, 250, "steps from one evaluation and checkpoint to the next"),
+    "eval_rows": (64, 32, "held-out rows of an evaluation, the same ones every time"),
+}
+MAY_CHANGE = ("data", "steps", "eval_interval")  # on --resume; data may move, but its content is compared
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(usage="python train.py [flags]", description="Trains AnchorAttention.")
+    for name, (cpu, cuda, text) in SETTINGS.items():
+        default = f"{cpu!r}" if cpu == cuda else f"{cpu!r} on a CPU, {cuda!r} on CUDA"
+        parser.add_argument("--" + name.replace("_", "-"), type=type(cpu), metavar=type(cpu).__name__.upper(),
+                            help=f"{text} (default: {default})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu, cuda or cuda:N (default here: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the run (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
+    parser.add_argument("--prompt", help="text for the model to continue at the end; with --resume: do only that "
+                                         "(default: the beginning of a held-out document)")
+    return parser
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The run's folder: nothing in it is ever overwritten before its successor is complete
+
+
+def save_checkpoint(path, **state):
+    """Writes beside the old checkpoint, then renames over it: whenever the program dies, a whole one is there."""
+    beside = path.with_suffix(".new")
+    with open(beside, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def load_checkpoint(path):
+    """-> {"model", "optimizer", "step", "settings", "corpus"}; reads tensors and plain values, runs no code.
+    ValueError: a file that is no complete checkpoint of train.py."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if set(checkpoint) != {"model", "optimizer", "step", "settings", "corpus"}:
+            raise KeyError(f"it holds {sorted(checkpoint)}")
+        return checkpoint
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{path} is not a complete checkpoint of train.py ({str(error).splitlines()[0]}): "
+                         "put a good one in its place, or train anew without --resume") from None
+
+
+def set_aside(path):
+    """Renames a file of an earlier run to the first free name like checkpoint-1.pt."""
+    if path.exists():
+        n = next(n for n in range(1, sys.maxsize) if not path.with_stem(f"{path.stem}-{n}").exists())
+        print(f"kept the earlier {path} as {path.rename(path.with_stem(f'{path.stem}-{n}'))}")
+
+
+def keep_metrics(path, step):
+    """Drops the lines after a step, and a line cut short by a kill: a resumed run writes them again."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    beside = path.with_suffix(".new")
+    beside.write_text("".join(x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= step))
+    os.replace(beside, path)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Learning and looking at what was learned
+
+
+def learning_rate_at(step, settings):
+    """The learning rate of optimizer step 0, 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak."""
+    peak, warmup = settings["learning_rate"], settings["warmup_steps"]
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, settings["steps"] - warmup)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model, weight_decay):
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+
+def autocast(model, dtype):
+    device = next(model.parameters()).device
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
+    """One optimizer step over micro-batches [(tokens, doc_ids, targets), ...] -> (loss, norm of the gradient), floats.
+
+    The loss is the mean over the targets of all micro-batches together: each counts by its number of targets, so k
+    batches of n rows give the gradient of one batch of k n rows.
+    """
+    device = next(model.parameters()).device
+    counts = [int((targets != NO_TARGET).sum()) for _, _, targets in batches]
+    total = 0.0
+    for (tokens, doc_ids, targets), count in zip(batches, counts):
+        with autocast(model, dtype):
+            loss = model(tokens.to(device), doc_ids, targets.to(device))[1] * (count / sum(counts))
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip).item()
+    if math.isfinite(total) and math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+@torch.no_grad()
+def token_losses(model, tokens, doc_ids, targets, dtype):
+    """The cross-entropy in nats of every token, float32 (B, T); 0 where there is no target."""
+    device = next(model.parameters()).device
+    with autocast(model, dtype):
+        logits = model(tokens.to(device), doc_ids)[0]
+    return F.cross_entropy(logits.float().transpose(1, 2), targets.to(device), ignore_index=NO_TARGET,
+                           reduction="none").cpu()
+
+
+def evaluate(model, batch, batch_size, dtype):
+    """-> (nats a token, bits a byte) over a batch of held-out rows. An EOS costs nats, too, but is no byte."""
+    losses = torch.cat([token_losses(model, *micro, dtype) for micro in zip(*(x.split(batch_size) for x in batch))])
+    targets, nats = batch[2], losses.double().sum().item()
+    return nats / (targets != NO_TARGET).sum().item(), nats / math.log(2) / ((targets >= 0) & (targets < BOS)).sum().item()
+
+
+def loss_by_position(model, documents, dtype, max_documents=64):
+    """-> [(first, last, nats a token), ...] for position ranges that double, over documents that fill the context."""
+    T = model.config.context_length
+    long = [d for d in documents if len(d) >= T - 1][:max_documents]
+    if not long:
+        return []
+    losses = []
+    for document in long:
+        tokens = torch.tensor([[BOS] + encode(document[:T - 1])])
+        targets = F.pad(tokens[:, 1:], (0, 1), value=NO_TARGET)
+        losses.append(token_losses(model, tokens, None, targets, dtype))
+    mean = torch.cat(losses).mean(dim=0)[:-1]  # (T - 1,): the row's last token has no target
+    edges = [0] + [2**i for i in range(4, 64) if 2**i < T - 1] + [T - 1]
+    return [(a, b - 1, mean[a:b].mean().item()) for a, b in zip(edges, edges[1:])]
+
+
+def sample(model, prompt, settings, max_new_tokens=500):
+    """A text that continues the prompt, up to its EOS."""
+    torch.manual_seed(settings["seed"])
+    tokens = torch.tensor([[BOS] + encode(prompt)], device=next(model.parameters()).device)
+    with autocast(model, settings["dtype"]):
+        ids = model.generate(tokens, max_new_tokens, temperature=0.8, top_k=50)[0].tolist()
+    return decode(ids[:ids.index(EOS)] if EOS in ids else ids)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def settle(args):
+    """Flags, checkpoint and defaults -> (settings, checkpoint or None). ValueError: flags that contradict either."""
+    device = torch.device(args.device)
+    if device.type not in ("cpu", "cuda") or device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: " + ("this PyTorch sees no CUDA device, use --device cpu"
+                                                        if device.type == "cuda" else "expected cpu, cuda or cuda:N"))
+    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    settings = {name: default[device.type == "cuda"] for name, default in SETTINGS.items()} | given
+    checkpoint = None
+    path = args.out / "checkpoint.pt"
+    if args.resume and path.exists():
+        checkpoint = load_checkpoint(path)
+        saved = checkpoint["settings"]
+        for name, value in given.items():
+            if value != saved[name] and name not in MAY_CHANGE:
+                raise ValueError(f"--{name.replace('_', '-')} {value}, but the run in {args.out} was made with "
+                                 f"{saved[name]}: --resume continues that run, so leave the flag out, or train anew in "
+                                 "another --out")
+        settings = saved | {name: value for name, value in given.items()}
+    elif args.resume and args.prompt is not None:
+        raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder with --out")
+    if settings["dtype"] not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype {settings['dtype']}: expected float32 or bfloat16")
+    for name in ("batch_size", "grad_accumulation", "steps", "eval_interval", "eval_rows", "learning_rate", "grad_clip"):
+        if not settings[name] > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {settings[name]}: expected more than 0")
+    return settings, checkpoint
+
+
+def main(argv=None):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:  # everything that bad input can break comes before the first step
+        settings, checkpoint = settle(args)
+        S = argparse.Namespace(**settings)
+        torch.manual_seed(S.seed)
+        model = GPT(GPTConfig(VOCAB_SIZE, S.context_length, S.n_layer, S.n_head, S.n_kv_head, S.n_embd, S.n_hidden,
+                              attention=S.attention, attend=S.attend)).to(args.device)
+        optimizer = make_optimizer(model, S.weight_decay)
+        start = 0
+        if checkpoint:
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            start = checkpoint["step"]
+            if args.prompt is not None:
+                print(sample(model, args.prompt, settings))
+                return
+        documents = load_documents(S.data or None)
+        digest = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
+        corpus = {"documents": len(documents), "bytes": sum(map(len, documents)), "sha256": digest}
+        if checkpoint and corpus != checkpoint["corpus"]:
+            raise ValueError(f"the corpus is {corpus}, but the run in {args.out} was made with {checkpoint['corpus']}: "
+                             "resuming needs the same documents, name them with --data")
+        train_documents, val_documents = split_documents(documents, S.val_fraction, seed=0)  # for every --seed the same
+        rows = PackedRows(train_documents, S.context_length, S.seed)
+        val_rows = PackedRows(val_documents, S.context_length, seed=0)
+        val_batch = val_rows.batch(0, min(S.eval_rows, val_rows.rows_per_epoch))
+    except ValueError as error:
+        parser.error(str(error))
+
+    rows_per_step = S.batch_size * S.grad_accumulation
+    tokens_per_step = rows_per_step * S.context_length
+    share = visible_share(rows.batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
+    print(f"device         {args.device}, {S.dtype}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
+          f"model          {sum(p.numel() for p in model.parameters()):,} parameters, context length {S.context_length:,}\n"
+          f"attention      {S.attention}, by {S.attend}: {share:.1%} of the causal pairs are visible, "
+          f"{1 - share:.1%} are saved\n"
+          f"corpus         {S.data or 'the Python standard library'}: {len(train_documents):,} documents to train on "
+          f"({rows.n_tokens:,} tokens), {len(val_documents):,} held out ({val_rows.n_tokens:,} tokens)\n"
+          f"step           {rows_per_step} rows, {tokens_per_step:,} tokens; {S.steps} steps are "
+          f"{S.steps * rows_per_step / rows.rows_per_epoch:.2f} epochs")
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint_path, metrics_path = args.out / "checkpoint.pt", args.out / "metrics.jsonl"
+
+    def save(step):
+        save_checkpoint(checkpoint_path, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
+                        settings=settings, corpus=corpus)
+
+    if checkpoint:
+        print(f"resuming       at step {start} of {S.steps} from {checkpoint_path}")
+        keep_metrics(metrics_path, start)
+    else:
+        if args.resume:
+            print(f"resuming       nothing: there is no {checkpoint_path} yet, so this starts at step 0")
+        set_aside(checkpoint_path)
+        set_aside(metrics_path)
+        save(0)
+
+    # A signal only asks to stop: between two steps weights and optimizer agree, within one they may not.
+    signals = []
+    handlers = {s: signal.signal(s, lambda signum, frame: signals.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)}
+    bar = tqdm(total=S.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+    with open(metrics_path, "a", buffering=1) as metrics:
+        for step in range(start, S.steps):
+            began = time.perf_counter()
+            batches = [rows.batch(step * rows_per_step + a * S.batch_size, S.batch_size)
+                       for a in range(S.grad_accumulation)]
+            lr = learning_rate_at(step, settings)
+            loss, norm = train_step(model, optimizer, batches, lr, S.grad_clip, S.dtype)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                bar.close()
+                sys.exit(f"step {step}: the loss is {loss} and its gradient's norm {norm}, expected finite numbers; the "
+                         f"last good checkpoint is {checkpoint_path}. Train anew with a lower --learning-rate or a "
+                         "longer --warmup-steps")
+            speed = tokens_per_step / (time.perf_counter() - began)
+            metrics.write(json.dumps({"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
+                                      "tokens_per_second": speed}) + "\n")
+            bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if (step + 1) % S.eval_interval == 0 or step + 1 == S.steps:
+                val_loss, bits = evaluate(model, val_batch, S.batch_size, S.dtype)
+                metrics.write(json.dumps({"step": step + 1, "val_loss": val_loss, "bits_per_byte": bits}) + "\n")
+                bar.write(f"step {step + 1:>5}    train {loss:.3f}    validation {val_loss:.3f} nats a token, "
+                          f"{bits:.3f} bits a byte")
+                save(step + 1)
+            if signals:
+                save(step + 1)
+                bar.close()
+                print(f"stopped after step {step + 1} of {S.steps} and saved {checkpoint_path}; to go on: "
+                      f"python train.py --resume --out {args.out}")
+                sys.exit(128 + signals[0])
+    bar.close()
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+
+    val_loss, bits = evaluate(model, val_batch, S.batch_size, S.dtype)
+    print(f"\nvalidation loss {val_loss:.3f} nats a token, {bits:.3f} bits a byte")
+    by_position = loss_by_position(model, val_documents, S.dtype)
+    if by_position:
+        print("\nloss by position in long held-out documents (falling: the model uses its context)")
+        for first, last, nats in by_position:
+            print(f"{first:>7,} - {last:<7,} {nats:.3f} " + "█" * round(15 * nats))
+    prompt = args.prompt if args.prompt is not None else decode(val_documents[0][:32])
+    print(f"\nsample, continuing {prompt!r}\n\n{sample(model, prompt, settings)}\n\ncheckpoint: {checkpoint_path}")
+
+
+if __name__ == "__main__":
+    main()
