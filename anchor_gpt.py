@@ -90,12 +90,12 @@ def visible_pairs(doc_ids, attention):
     ValueError: an unknown kind, and as document_lengths.
     """
     check_attention(attention)
-    T = doc_ids.shape[1]
     pairs = []
     for lengths in document_lengths(doc_ids):
-        if attention == "full":
-            lengths = [T]
-        pairs.append(sum(n * (n + 1) // 2 for n in lengths) + (T - 1 if attention == "anchor" else 0))
+        T = sum(lengths)
+        blocks = [T] if attention == "full" else lengths
+        to_the_anchor = T - 1 if attention == "anchor" else 0
+        pairs.append(sum(n * (n + 1) // 2 for n in blocks) + to_the_anchor)
     return torch.tensor(pairs)
 
 
@@ -317,13 +317,15 @@ class GPT(nn.Module):
         if doc_ids.shape != tokens.shape:
             raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, expected the shape of tokens, {tuple(tokens.shape)}")
         doc_ids = doc_ids.cpu()
+        x = self.embedding(tokens)  # (B, T, C)
+
         # Who sees whom is the same in every layer, and so are the rotation tables: each is worked out once.
         layout = (document_lengths(doc_ids) if config.attend == "document"
                   else attention_mask(doc_ids, config.attention).to(tokens.device))
         positions = position_ids(doc_ids, config.attention).to(tokens.device)
-        cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta)
+        cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta,
+                                torch.promote_types(x.dtype, torch.float32))  # never below float32
 
-        x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, cos, sin, doc_ids, layout)
         logits = self.head(self.norm(x))  # (B, T, V)

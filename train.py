@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import signal
 import sys
 import time
@@ -92,9 +91,9 @@ def load_checkpoint(path):
         if set(checkpoint) != {"model", "optimizer", "step", "settings", "corpus"}:
             raise KeyError(f"it holds {sorted(checkpoint)}")
         return checkpoint
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{path} is not a complete checkpoint of train.py ({str(error).splitlines()[0]}): "
-                         "put a good one in its place, or train anew without --resume") from None
+    except Exception as error:  # a damaged file can make torch.load raise almost anything
+        raise ValueError(f"{path} is not a complete checkpoint of train.py ({error!r:.80}): put a good one in its place, "
+                         "or train anew without --resume") from None
 
 
 def set_aside(path):
@@ -207,12 +206,13 @@ def sample(model, prompt, settings, max_new_tokens=500):
 
 def settle(args):
     """Flags, checkpoint and defaults -> (settings, checkpoint or None). ValueError: flags that contradict either."""
-    device = torch.device(args.device)
-    if device.type not in ("cpu", "cuda") or device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: " + ("this PyTorch sees no CUDA device, use --device cpu"
-                                                        if device.type == "cuda" else "expected cpu, cuda or cuda:N"))
+    device = args.device.split(":")[0]
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device}: expected cpu, cuda or cuda:N")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: this PyTorch sees no CUDA device, use --device cpu")
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    settings = {name: default[device.type == "cuda"] for name, default in SETTINGS.items()} | given
+    settings = {name: default[device == "cuda"] for name, default in SETTINGS.items()} | given
     checkpoint = None
     path = args.out / "checkpoint.pt"
     if args.resume and path.exists():

@@ -1,0 +1,1151 @@
+"""What RoPE, AnchorAttention, packing and training are, as properties that no wrong implementation has.
+
+    python -m pytest                                   # all of it, under 3 minutes on two cores, no GPU needed
+    python -m pytest -k visibility                     # one section
+    ATTEND=my_file:my_function python -m pytest        # holds an attention of your own against every property
+
+Sections: rotation, visibility, equivalence, model, data, training, errors, CUDA. Hypothesis looks for the smallest row
+that breaks a property and prints it. With the variable CI set its examples are fixed; by hand it explores anew.
+"""
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anchor_gpt
+import data
+import train
+from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_mask, attention_mask, document_lengths,
+                        draw_mask, position_ids, rope_cos_sin, visible_pairs)
+from data import BOS, EOS, NO_TARGET, PackedRows, decode, encode, load_documents, split_documents
+
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("anew", deadline=None, max_examples=40, print_blob=True)
+settings.load_profile("fixed" if os.environ.get("CI") else "anew")
+
+our_attend_by_document = anchor_gpt.attend_by_document
+if "ATTEND" in os.environ:  # a reader's own attention takes our place, in every test and inside the model
+    file, function = os.environ["ATTEND"].split(":")
+    theirs = getattr(importlib.import_module(file), function)
+    anchor_gpt.attend_by_document = lambda q, k, v, doc_ids, attention, lengths=None: theirs(q, k, v, doc_ids, attention)
+attend_by_document = anchor_gpt.attend_by_document
+
+every_kind = pytest.mark.parametrize("attention", ATTENTIONS)
+both_ways = pytest.mark.parametrize("attend", [pytest.param(attend_by_mask, id="by_mask"),
+                                               pytest.param(attend_by_document, id="by_document")])
+seeds = st.integers(0, 2**16)
+heads = st.sampled_from([(1, 1), (2, 1), (2, 2), (6, 2), (4, 4)])  # (n_head, n_kv_head)
+
+
+@st.composite
+def packings(draw, max_rows=3, max_tokens=12):
+    """doc_ids (B, T): rows of an anchor and at least one document, each row packed in its own way."""
+    n = draw(st.integers(1, max_tokens))
+    rows = []
+    for _ in range(draw(st.integers(1, max_rows))):
+        ids = []
+        while len(ids) < n:
+            length = draw(st.integers(1, n - len(ids)))
+            ids += [ids[-1] + 1 if ids else 1] * length
+        rows.append([0] + ids)
+    return torch.tensor(rows)
+
+
+def random_qkv(doc_ids, seed, n_head=2, n_kv_head=1, head_dim=4, dtype=torch.float64):
+    """Random q (B, H, T, D), k and v (B, H_kv, T, D) that require gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    B, T = doc_ids.shape
+    return [torch.randn(B, h, T, head_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+            for h in (n_head, n_kv_head, n_kv_head)]
+
+
+def outputs_and_gradients(attend, q, k, v, doc_ids, attention):
+    """(output, dq, dk, dv) for a fixed random loss."""
+    y = attend(q, k, v, doc_ids, attention)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype)
+    return y, *torch.autograd.grad((y * weights).sum(), (q, k, v))
+
+
+def assert_close(got, expected, tolerance, what=""):
+    error = (got.double() - expected.double()).abs().max().item() if got.numel() else 0.0
+    assert got.shape == expected.shape and error <= tolerance, f"{what} off by {error:.3g}, allowed {tolerance:.3g}"
+
+
+def tiny_model(attention="anchor", attend="document", seed=0, dtype=torch.float64, **sizes):
+    """A model of two layers whose weights are large enough for attention to matter."""
+    sizes = dict(vocab_size=13, context_length=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=20) | sizes
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**sizes, attention=attention, attend=attend)).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    return model.to(dtype)
+
+
+def random_tokens(doc_ids, seed=0, vocab_size=13):
+    return torch.randint(vocab_size, doc_ids.shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rotation
+
+
+def rotated(x, positions, dtype=torch.float64, **how):
+    """x (D,) or (n, D), rotated to integer positions (n,) -> (n, D)."""
+    positions = torch.as_tensor(positions).reshape(1, -1)
+    cos, sin = rope_cos_sin(positions, x.shape[-1], dtype=dtype, **how)
+    return apply_rope(x.expand(1, 1, positions.shape[1], -1), cos, sin)[0, 0]
+
+
+def unit_vectors(seed, dtype=torch.float64, n=2, head_dim=64):
+    x = torch.randn(n, head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return F.normalize(x, dim=-1).to(dtype)
+
+
+positions_up_to = lambda bits: st.integers(0, 2**bits)
+
+
+@given(seeds, positions_up_to(17))
+def test_rotation_keeps_norms(seed, m):
+    x = unit_vectors(seed)[0]
+    assert abs(rotated(x, [m]).norm().item() - 1) < 1e-13
+
+
+@given(seeds, positions_up_to(13), positions_up_to(13))
+def test_rotation_by_a_then_b_is_rotation_by_a_plus_b(seed, a, b):
+    x = unit_vectors(seed)[0]
+    assert_close(rotated(rotated(x, [a]), [b]), rotated(x, [a + b]), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@given(seed=seeds)
+def test_rotation_at_position_0_is_the_identity_exactly(dtype, seed):
+    x = unit_vectors(seed, dtype)[0]
+    assert torch.equal(rotated(x, [0], dtype)[0], x)
+
+
+@given(seeds, positions_up_to(17), st.sampled_from([2, 8, 64]), st.sampled_from([10_000.0, 500_000.0]))
+def test_rotation_turns_pair_i_and_i_plus_half_by_its_angle(seed, m, head_dim, theta):
+    """Written out for each pair: (x_i, x_{i+D/2}) turns counterclockwise by m * theta^(-2i/D)."""
+    x = unit_vectors(seed, head_dim=head_dim)[0]
+    y, half = rotated(x, [m], theta=theta)[0], head_dim // 2
+    for i in range(half):
+        angle = m * theta ** (-2 * i / head_dim)
+        turned = complex(x[i], x[i + half]) * complex(math.cos(angle), math.sin(angle))
+        assert abs(complex(y[i], y[i + half]) - turned) < 1e-9
+
+
+@given(seeds, positions_up_to(17), st.integers(0, 4096), st.integers(0, 2**16))
+def test_rotation_makes_a_logit_depend_on_the_distance_alone_in_float64(seed, n, distance, shift):
+    q, k = unit_vectors(seed)
+    here = rotated(q, [n + distance]) @ rotated(k, [n]).T
+    there = rotated(q, [n + distance + shift]) @ rotated(k, [n + shift]).T
+    assert_close(here, there, 1e-11 if n + shift > 2**13 else 1e-12)
+
+
+def logit_error(position, storage, tables, angles=None):
+    """How far the logits of 256 unit query-key pairs, 100 apart, are from the exact ones: the root mean square.
+
+    storage: dtype of q and k, before and after the rotation. tables: dtype of cos and sin. angles: where given, position
+    ids and inverse frequencies are rounded to it first (the bug of tables computed under autocast).
+    """
+    q, k = unit_vectors(0, storage, n=256), unit_vectors(1, storage, n=256)
+    m, n = torch.full((256,), position + 100), torch.full((256,), position)
+    exact = (rotated(q.double(), m) * rotated(k.double(), n)).sum(-1)
+
+    def turn(x, positions):
+        cos, sin = rope_cos_sin(positions[None], 64, dtype=tables)
+        if angles is not None:
+            inv_freq = 10_000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+            angle = (positions.to(angles)[:, None] * inv_freq.to(angles))[None, None]
+            cos, sin = angle.cos().to(tables), angle.sin().to(tables)
+        return apply_rope(x[None, None], cos, sin)[0, 0].double()
+    return ((turn(q, m) * turn(k, n)).sum(-1) - exact).square().mean().sqrt().item()
+
+
+POSITIONS = [2**i for i in range(4, 18)]
+
+
+def test_rotation_in_float32_is_relative_up_to_2_to_the_17_with_an_error_that_does_not_grow():
+    errors = [logit_error(m, torch.float32, torch.float32) for m in POSITIONS]
+    assert max(errors) < 2e-8 and max(errors) < 1.5 * min(errors)
+
+
+def test_rotation_with_float32_angles_drifts_and_float64_angles_are_why_ours_does_not():
+    drift = [logit_error(m, torch.float32, torch.float32, angles=torch.float32) for m in POSITIONS]
+    assert drift[-1] > 500 * drift[0] and drift[-1] > 5_000 * logit_error(2**17, torch.float32, torch.float32)
+
+
+def test_rotation_breaks_in_bfloat16_in_three_ways_of_which_one_grows_with_the_position():
+    """1. Sound tables, but rotated q and k stored in bfloat16: what autocast leaves even the best code.
+    2. The tables and the rotation in bfloat16, too: the paper's case, about 1.6 times as bad.
+    Both round every number to 8 bits wherever it stands, so the error of a *single* logit does not grow with the
+    position; what grows with the context is their sum over ever more pairs.
+    3. Positions or angles in bfloat16: grows, until positions collapse onto each other and the logit means nothing."""
+    stored = [logit_error(m, torch.bfloat16, torch.float32) for m in POSITIONS]
+    tables = [logit_error(m, torch.bfloat16, torch.bfloat16) for m in POSITIONS]
+    angles = [logit_error(m, torch.bfloat16, torch.bfloat16, angles=torch.bfloat16) for m in POSITIONS]
+    sound = logit_error(2**17, torch.float32, torch.float32)
+    assert min(stored) > 20_000 * sound
+    assert max(stored) < 1.3 * min(stored) and max(tables) < 1.4 * min(tables)
+    assert all(1.3 < t / s < 2.1 for t, s in zip(tables, stored))
+    assert angles[0] > 10 * tables[0] and angles[-1] > 10 * angles[0]
+    assert angles[-1] > 0.1  # a logit of two random unit vectors is 0.125
+
+
+@given(seeds)
+def test_rotation_in_bfloat16_moves_with_the_shift_except_for_the_anchor(seed):
+    """The anchor's key stands at 0 under any packing, where nothing is rotated, so nothing is rounded."""
+    k = unit_vectors(seed, torch.bfloat16)[0]
+    anchor, document = rotated(k, [0, 16], torch.bfloat16)
+    assert torch.equal(anchor, k)
+    assert (document.double() - rotated(k.double(), [16])[0]).abs().max() > 1e-4
+
+
+def test_rotation_tables_survive_autocast():
+    positions = torch.arange(0, 4096, 7)[None]
+    outside = rope_cos_sin(positions, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = rope_cos_sin(positions, 64)
+        x = torch.randn(1, 1, positions.shape[1], 64)
+        turned = apply_rope(x, *inside)
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside))
+    assert torch.equal(turned, apply_rope(x, *outside))
+
+
+@pytest.mark.parametrize("spoil", ["autocast", "bfloat16 weights"])
+def test_rotation_tables_inside_a_bfloat16_model_keep_positions_above_256_apart(spoil, monkeypatch):
+    tables = []
+    monkeypatch.setattr(anchor_gpt, "apply_rope", lambda x, cos, sin: tables.append((cos, sin)) or apply_rope(x, cos, sin))
+    model = tiny_model(dtype=torch.bfloat16 if spoil == "bfloat16 weights" else torch.float32, n_head=1, n_kv_head=1)
+    tokens = torch.zeros(1, 700, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=spoil == "autocast"):
+        model(tokens)
+    angles = torch.arange(700.0, dtype=torch.float64)[:, None] * 10_000.0 ** -(torch.arange(0, 16, 2).double() / 16)
+    assert len(tables) == 2  # one a layer
+    for cos, sin in tables:
+        assert_close(cos[0, 0], angles.cos(), 1e-7)
+        assert_close(sin[0, 0], angles.sin(), 1e-7)
+
+
+@given(seeds)
+def test_rotation_takes_inputs_of_any_layout(seed):
+    x = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(seed))
+    cos, sin = rope_cos_sin(torch.arange(5).expand(2, 5), 8)
+    strided, expanded = x.transpose(1, 2), x[:, :, :1].transpose(1, 2).expand(2, 3, 5, 8)
+    for view in (strided, expanded):
+        assert torch.equal(apply_rope(view, cos, sin), apply_rope(view.contiguous(), cos, sin))
+
+
+def test_rotation_keeps_the_dtype_and_computes_in_the_larger_one():
+    x = torch.randn(1, 1, 9, 64).bfloat16()
+    cos, sin = rope_cos_sin(torch.arange(9)[None] + 300, 64)
+    assert apply_rope(x, cos, sin).dtype == torch.bfloat16
+    assert torch.equal(apply_rope(x, cos, sin), apply_rope(x.float(), cos, sin).bfloat16())
+    assert cos.shape == (1, 1, 9, 32) and cos.dtype == torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Visibility
+
+
+def may_see(row, i, j, attention):
+    """The definition, for a row of document ids: query i may see key j."""
+    if j > i:
+        return False
+    if attention == "full":
+        return True
+    if attention == "anchor" and j == 0:
+        return True
+    return row[i] == row[j]
+
+
+def expected_mask(doc_ids, attention):
+    T = doc_ids.shape[1]
+    return torch.tensor([[[may_see(row, i, j, attention) for j in range(T)] for i in range(T)]
+                         for row in doc_ids.tolist()])
+
+
+@every_kind
+@given(doc_ids=packings())
+def test_visibility_mask_equals_the_definition(attention, doc_ids):
+    mask = attention_mask(doc_ids, attention)
+    assert mask.dtype == torch.bool and torch.equal(mask, expected_mask(doc_ids, attention))
+
+
+@every_kind
+@given(doc_ids=packings())
+def test_visibility_counts_follow_the_closed_formula(attention, doc_ids):
+    T = doc_ids.shape[1]
+    for row, count in zip(doc_ids, visible_pairs(doc_ids, attention).tolist()):
+        n = torch.bincount(row)[1:].tolist()
+        formula = {"full": T * (T + 1) // 2, "anchor": 1 + sum(x * (x + 3) // 2 for x in n)}
+        assert count == formula.get(attention, 1 + sum(x * (x + 1) // 2 for x in n))
+        assert count == attention_mask(row[None], attention).sum()
+
+
+def test_visibility_is_the_papers_figure_2():
+    """An anchor and documents of 2, 3 and 1 tokens; x is visible. Then the position ids under it."""
+    doc_ids = torch.tensor([[0, 1, 1, 2, 2, 2, 3]])
+    pictures = {
+        "full": ("x......", "xx.....", "xxx....", "xxxx...", "xxxxx..", "xxxxxx.", "xxxxxxx", "0123456"),
+        "intra_doc": ("x......", ".x.....", ".xx....", "...x...", "...xx..", "...xxx.", "......x", "0123456"),
+        "intra_doc_reset": ("x......", ".x.....", ".xx....", "...x...", "...xx..", "...xxx.", "......x", "0010120"),
+        "anchor": ("x......", "xx.....", "xxx....", "x..x...", "x..xx..", "x..xxx.", "x.....x", "0123456"),
+    }
+    for attention, (*picture, positions) in pictures.items():
+        mask = attention_mask(doc_ids, attention)[0]
+        assert ["".join(".x"[cell] for cell in line) for line in mask.int().tolist()] == picture
+        assert "".join(map(str, position_ids(doc_ids, attention)[0].tolist())) == positions
+
+
+@every_kind
+@given(doc_ids=packings())
+def test_visibility_positions_run_on_or_restart_in_each_document(attention, doc_ids):
+    for row, got in zip(doc_ids.tolist(), position_ids(doc_ids, attention).tolist()):
+        assert got == [i - row.index(row[i]) if attention == "intra_doc_reset" else i for i in range(len(row))]
+
+
+def compare_masks(got, doc_ids, attention):
+    """Fails with a picture of both masks, got and expected (T, T), side by side."""
+    expected = expected_mask(doc_ids, attention)[0]
+    if not torch.equal(got, expected):
+        pictures = [draw_mask(mask, doc_ids[0]).split("\n") for mask in (expected, got)]
+        width = 2 * doc_ids.shape[1] + 4
+        lines = [f"{'expected':<{width}}got", *(f"{a:<{width}}{b}" for a, b in zip(*pictures))]
+        wrong = [f"query {i} must {'' if expected[i, j] else 'not '}see key {j}" for i, j in (got != expected).nonzero()]
+        pytest.fail(f"{attention}, documents {doc_ids[0].tolist()}: {'; '.join(wrong[:3])}\n" + "\n".join(lines))
+
+
+@both_ways
+@every_kind
+@given(doc_ids=packings(max_rows=1, max_tokens=8), seed=seeds)
+def test_visibility_is_what_outputs_depend_on(attend, attention, doc_ids, seed):
+    """Not read off a mask: the gradient of output i is nonzero in value j exactly where i sees j; in key j where i sees
+    j and something else to weigh it against; in query j only for j = i."""
+    q, k, v = random_qkv(doc_ids, seed)
+    y = attend(q, k, v, doc_ids, attention)
+    T = doc_ids.shape[1]
+    grads = [torch.autograd.grad(y[:, :, i].square().sum(), (q, k, v), retain_graph=True) for i in range(T)]
+    from_query, from_key, from_value = (torch.stack([g.abs().sum(dim=(0, 1, 3)) > 0 for g in gs]) for gs in zip(*grads))
+    compare_masks(from_value, doc_ids, attention)
+    visible = expected_mask(doc_ids, attention)[0]
+    has_choice = visible.sum(dim=1, keepdim=True) > 1  # a softmax over one key is 1, whatever the query
+    itself = torch.eye(T, dtype=torch.bool)
+    assert not from_key[~visible].any() and from_key[visible & has_choice].all()
+    assert not from_query[~itself].any() and from_query[itself & has_choice].all()
+
+
+@pytest.mark.parametrize("attend", ["mask", "document"])
+@every_kind
+@given(doc_ids=packings(max_tokens=10), seed=seeds, where=st.integers(0, 10))
+def test_visibility_through_the_whole_model(attend, attention, doc_ids, seed, where):
+    """Changing one token changes nothing before it, nothing in other documents and nothing in other rows, bit for bit;
+    changing the anchor reaches every document (anchor, full) or none (intra_doc)."""
+    model = tiny_model(attention, attend, dtype=torch.float32)
+    t, b = where % doc_ids.shape[1], seed % doc_ids.shape[0]
+    tokens = random_tokens(doc_ids, seed)
+    changed = tokens.clone()
+    changed[b, t] = (tokens[b, t] + 1) % 13
+    with torch.no_grad():
+        difference = (model(tokens, doc_ids)[0] != model(changed, doc_ids)[0]).any(dim=-1)  # (B, T)
+    expected = torch.zeros_like(difference)
+    expected[b] = expected_mask(doc_ids, attention)[b, :, t]
+    assert torch.equal(difference, expected)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("attention", [a for a in ATTENTIONS if a != "full"])
+@given(doc_ids=packings(max_tokens=10), seed=seeds, where=st.integers(1, 10))
+def test_visibility_stops_nan_and_infinity_at_the_end_of_a_document(attention, poison, doc_ids, seed, where):
+    """By document only: a softmax over a mask multiplies hidden values by 0, and 0 * NaN is NaN."""
+    b, t = seed % doc_ids.shape[0], 1 + (where - 1) % (doc_ids.shape[1] - 1)
+    qkv = [x.detach() for x in random_qkv(doc_ids, seed)]
+    clean = attend_by_document(*qkv, doc_ids, attention)
+    for i in range(3):
+        poisoned = [x.clone() for x in qkv]
+        poisoned[i][b, :, t] = poison
+        y = attend_by_document(*poisoned, doc_ids, attention)
+        outside = torch.ones_like(doc_ids, dtype=torch.bool)
+        outside[b] = doc_ids[b] != doc_ids[b, t]
+        assert torch.equal(y.transpose(1, 2)[outside], clean.transpose(1, 2)[outside])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Equivalence
+
+
+def attend_by_hand(q, k, v, doc_ids, attention):
+    """softmax(q k / sqrt(D)) v over the visible keys of each query, one query of one head at a time."""
+    B, H, T, D = q.shape
+    y = torch.empty_like(q)
+    for b, row in enumerate(doc_ids.tolist()):
+        for h in range(H):
+            h_kv = h * k.shape[1] // H  # consecutive query heads share a key/value head
+            for i in range(T):
+                seen = [j for j in range(T) if may_see(row, i, j, attention)]
+                weights = (k[b, h_kv, seen] @ q[b, h, i] / math.sqrt(D)).softmax(dim=0)
+                y[b, h, i] = weights @ v[b, h_kv, seen]
+    return y
+
+
+@both_ways
+@every_kind
+@settings(max_examples=15)
+@given(doc_ids=packings(max_tokens=8), seed=seeds, heads=heads)
+def test_equivalence_to_attention_by_hand(attend, attention, doc_ids, seed, heads):
+    q, k, v = (x.detach() for x in random_qkv(doc_ids, seed, *heads))
+    assert_close(attend(q, k, v, doc_ids, attention), attend_by_hand(q, k, v, doc_ids, attention), 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["float64", "float32"])
+@every_kind
+@given(doc_ids=packings(max_tokens=40), seed=seeds, heads=heads)
+def test_equivalence_of_by_mask_and_by_document(attention, dtype, tolerance, doc_ids, seed, heads):
+    """The same values and the same gradients, for any heads and any packing of each row."""
+    q, k, v = random_qkv(doc_ids, seed, *heads, dtype=dtype)
+    expected = outputs_and_gradients(attend_by_mask, q, k, v, doc_ids, attention)
+    got = outputs_and_gradients(attend_by_document, q, k, v, doc_ids, attention)
+    for what, a, b in zip(("output", "gradient of q", "gradient of k", "gradient of v"), got, expected):
+        assert a.dtype == dtype
+        assert_close(a, b, tolerance, what)
+
+
+@every_kind
+def test_equivalence_of_by_mask_and_by_document_through_the_whole_model(attention):
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 3, 3, 3], [0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    tokens = random_tokens(doc_ids)
+    by_mask, by_document = tiny_model(attention, "mask"), tiny_model(attention, "document")
+    assert torch.equal(by_mask.head.weight, by_document.head.weight)
+    for model in (by_mask, by_document):
+        model.loss = model(tokens, doc_ids, tokens.roll(-1, dims=1))[1]
+        model.loss.backward()
+    assert_close(by_document.loss, by_mask.loss, 1e-12)
+    for (name, a), b in zip(by_document.named_parameters(), by_mask.parameters()):
+        assert_close(a.grad, b.grad, 1e-10, name)
+
+
+@both_ways
+@given(doc_ids=packings(), seed=seeds)
+def test_equivalence_of_a_packed_document_and_the_document_alone_behind_its_anchor(attend, doc_ids, seed):
+    q, k, v = (x.detach() for x in random_qkv(doc_ids, seed))  # already rotated: the same position ids in both
+    packed = attend(q, k, v, doc_ids, "anchor")
+    for b in range(doc_ids.shape[0]):
+        for document in range(1, int(doc_ids[b].max()) + 1):
+            here = torch.tensor([0] + (doc_ids[b] == document).nonzero()[:, 0].tolist())
+            alone = F.scaled_dot_product_attention(q[b:b + 1, :, here], k[b:b + 1, :, here], v[b:b + 1, :, here],
+                                                   is_causal=True, enable_gqa=True)
+            assert_close(packed[b:b + 1, :, here[1:]], alone[:, :, 1:], 1e-12)
+
+
+@pytest.mark.parametrize("attend", ["mask", "document"])
+@pytest.mark.parametrize("attention", ["anchor", "intra_doc_reset"])
+def test_equivalence_of_packed_and_alone_through_the_whole_model(attention, attend, monkeypatch):
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 3, 3, 3, 3]])
+    tokens, model = random_tokens(doc_ids), tiny_model(attention, attend)
+    packed, positions = model(tokens, doc_ids)[0], position_ids(doc_ids, attention)
+    for document in (1, 2, 3):
+        here = torch.tensor([0] + (doc_ids[0] == document).nonzero()[:, 0].tolist())
+        monkeypatch.setattr(anchor_gpt, "position_ids", lambda doc_ids, attention: positions[:, here])
+        assert_close(model(tokens[:, here])[0][:, 1:], packed[:, here[1:]], 1e-11)
+
+
+@both_ways
+@given(doc_ids=packings(max_rows=1), seed=seeds)
+def test_equivalence_of_the_shared_anchor_and_a_bos_at_position_0_in_every_document(attend, doc_ids, seed):
+    """The other way to get AnchorAttention: each document brings its own copy of the anchor, and documents see
+    themselves alone. The gradient of the shared anchor is the sum of its copies'."""
+    q, k, v = random_qkv(doc_ids, seed)
+    weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
+    weights[:, :, 0] = 0  # the anchor's own output stands once here and once a document there
+    shared = attend(q, k, v, doc_ids, "anchor")
+    where, ids = [0], [0]
+    for document in range(1, int(doc_ids.max()) + 1):
+        tokens = (doc_ids[0] == document).nonzero()[:, 0].tolist()
+        where += [0] + tokens
+        ids += [document] * (1 + len(tokens))
+    copies = [x.detach()[:, :, where].requires_grad_() for x in (q, k, v)]
+    separate = attend(*copies, torch.tensor([ids]), "intra_doc")
+    where = torch.tensor(where)
+    assert_close(separate[:, :, where > 0], shared[:, :, where[where > 0]], 1e-12)
+    summed = torch.autograd.grad((separate * weights[:, :, where]).sum(), copies)
+    for got, copied in zip(torch.autograd.grad((shared * weights).sum(), (q, k, v)), summed):
+        assert_close(got, torch.zeros_like(got).index_add_(2, where, copied), 1e-12)
+
+
+@given(doc_ids=packings(max_tokens=30), seed=seeds)
+def test_equivalence_of_reset_and_running_positions_in_float64(doc_ids, seed):
+    tokens = random_tokens(doc_ids, seed)
+    assert_close(tiny_model("intra_doc_reset")(tokens, doc_ids)[0], tiny_model("intra_doc")(tokens, doc_ids)[0], 1e-10)
+
+
+def test_equivalence_of_reset_and_running_positions_is_lost_in_bfloat16():
+    doc_ids = torch.tensor([[0] + [d for d in range(1, 9) for _ in range(64)]])
+    tokens = random_tokens(doc_ids)
+    difference = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            reset, running = (tiny_model(a, dtype=dtype, n_embd=64)(tokens, doc_ids)[0].float()
+                              for a in ("intra_doc_reset", "intra_doc"))
+        difference[dtype] = ((reset - running).norm() / running.norm()).item()
+    assert difference[torch.float32] < 1e-5
+    assert difference[torch.bfloat16] > 1e-2
+
+
+def test_equivalence_of_any_order_of_the_documents_under_reset():
+    model = tiny_model("intra_doc_reset")
+    documents = [random_tokens(torch.zeros(n), seed=n) for n in (4, 1, 6)]
+
+    def outputs(order):
+        tokens = torch.cat([torch.tensor([5])] + [documents[i] for i in order])[None]
+        doc_ids = torch.tensor([[0] + [d for d, i in enumerate(order, 1) for _ in documents[i]]])
+        return dict(zip(order, model(tokens, doc_ids)[0][0, 1:].split([len(documents[i]) for i in order])))
+    first = outputs((0, 1, 2))
+    for order in ((2, 1, 0), (1, 2, 0)):
+        for i, y in outputs(order).items():
+            assert_close(y, first[i], 1e-12)
+
+
+@every_kind
+@given(doc_ids=packings(max_rows=3), seed=seeds)
+def test_equivalence_of_a_row_in_a_batch_and_the_row_alone(attention, doc_ids, seed):
+    q, k, v = (x.detach() for x in random_qkv(doc_ids, seed))
+    together = attend_by_document(q, k, v, doc_ids, attention)
+    for b in range(len(doc_ids)):
+        row = slice(b, b + 1)
+        assert_close(together[row], attend_by_document(q[row], k[row], v[row], doc_ids[row], attention), 1e-12)
+
+
+@both_ways
+@given(seed=seeds, n=st.integers(1, 20))
+def test_equivalence_of_full_anchor_and_causal_attention_for_one_document(attend, seed, n):
+    doc_ids = torch.tensor([[0] + [1] * n])
+    q, k, v = (x.detach() for x in random_qkv(doc_ids, seed))
+    causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for attention in ("full", "anchor"):
+        assert_close(attend(q, k, v, doc_ids, attention), causal, 1e-12)
+
+
+@pytest.mark.parametrize("attention", ["full", "anchor"])
+def test_equivalence_of_generation_and_teacher_forcing(attention):
+    """Greedy steps take the likeliest token of one forward over the result."""
+    model = tiny_model(attention)
+    prompt = random_tokens(torch.zeros(3, 4))
+    tokens = model.generate(prompt, 12, temperature=0)
+    assert tokens.shape == (3, 16) and torch.equal(tokens[:, :4], prompt)
+    assert torch.equal(model(tokens)[0][:, 3:-1].argmax(dim=-1), tokens[:, 4:])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every operation, in forward and backward, for the most elements of any result."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return result
+
+
+@every_kind
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+def test_equivalence_needs_nothing_of_size_t_times_t(attention, n_kv_head):
+    doc_ids = torch.tensor([[0] + [d for d in range(1, 32) for _ in range(33)]])
+    q, k, v = random_qkv(doc_ids, 0, 2, n_kv_head, dtype=torch.float32)
+    with LargestTensor() as largest:
+        our_attend_by_document(q, k, v, doc_ids, attention).sum().backward()
+    assert 0 < largest.numel <= 2 * q.numel()  # where T x T would be 128 * q.numel()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def llama_by_hand(model, tokens, doc_ids):
+    """The same model in the plainest words, from its weights: logits (B, T, V)."""
+    c, w = model.config, dict(model.named_parameters())
+    D, H, H_kv = c.n_embd // c.n_head, c.n_head, c.n_kv_head
+
+    def norm(x, gain):
+        return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * gain
+    positions = position_ids(doc_ids, c.attention)
+    frequencies = c.rope_theta ** -(torch.arange(0, D, 2).double() / D)
+    turn = torch.polar(torch.ones(()).double(), positions[:, :, None, None] * frequencies)  # (B, T, 1, D/2)
+
+    def rope(x):  # (B, T, H, D)
+        y = torch.complex(x[..., :D // 2], x[..., D // 2:]) * turn
+        return torch.cat((y.real, y.imag), dim=-1)
+    x = w["embedding.weight"][tokens]
+    for i in range(c.n_layer):
+        p = f"blocks.{i}."
+        q, k, v = (norm(x, w[p + "attention_norm.weight"]) @ w[p + "attention.qkv.weight"].T).split(
+            [H * D, H_kv * D, H_kv * D], dim=-1)
+        q, k, v = rope(q.unflatten(-1, (H, D))), rope(k.unflatten(-1, (H_kv, D))), v.unflatten(-1, (H_kv, D))
+        y = attend_by_hand(*(z.transpose(1, 2) for z in (q, k, v)), doc_ids, c.attention)
+        x = x + y.transpose(1, 2).flatten(2) @ w[p + "attention.proj.weight"].T
+        gate, up = (norm(x, w[p + "mlp_norm.weight"]) @ w[p + "mlp.gate_up.weight"].T).chunk(2, dim=-1)
+        x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.proj.weight"].T
+    return norm(x, w["norm.weight"]) @ w["embedding.weight"].T
+
+
+@every_kind
+def test_model_is_llamas_block(attention):
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 3, 3], [0, 1, 2, 2, 2, 2, 2]])
+    model = tiny_model(attention, rope_theta=500.0, norm_eps=1e-2)
+    with torch.no_grad():
+        assert_close(model(random_tokens(doc_ids), doc_ids)[0], llama_by_hand(model, random_tokens(doc_ids), doc_ids), 1e-11)
+
+
+def test_model_without_doc_ids_takes_each_row_for_one_document():
+    model, tokens = tiny_model(), random_tokens(torch.zeros(2, 9))
+    assert torch.equal(model(tokens)[0], model(tokens, torch.tensor([[0] + [1] * 8] * 2))[0])
+
+
+def test_model_loss_is_the_mean_over_targets_in_float32():
+    model = tiny_model(dtype=torch.bfloat16)
+    tokens = random_tokens(torch.zeros(2, 9))
+    targets = tokens.roll(-1, dims=1)
+    targets[0, 3:] = NO_TARGET
+    logits, loss = model(tokens, None, targets)
+    assert logits.shape == (2, 9, 13) and logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    log_p = logits.double().log_softmax(dim=-1)
+    picked = [-log_p[b, t, targets[b, t]] for b in range(2) for t in range(9) if targets[b, t] != NO_TARGET]
+    assert_close(loss, sum(picked) / len(picked), 1e-5)
+
+
+def test_model_starts_as_nanogpt_does():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=8))
+    assert model.head.weight is model.embedding.weight and not list(model.buffers())
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            assert (p == 1).all()
+        else:
+            assert p.std().item() == pytest.approx(0.02 / (4 if name.endswith("proj.weight") else 1), rel=0.03), name
+            assert abs(p.mean().item()) < 5e-4
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+
+
+def test_model_looks_at_the_document_lengths_once_a_forward(monkeypatch):
+    calls = []
+    monkeypatch.setattr(anchor_gpt, "document_lengths", lambda d: calls.append(1) or document_lengths(d))
+    tiny_model(n_layer=3)(torch.zeros(1, 5, dtype=torch.int64))
+    assert len(calls) == 1
+
+
+def test_model_generates_past_the_context_with_its_anchor_kept(monkeypatch):
+    model, seen = tiny_model(context_length=6), []
+    monkeypatch.setattr(model, "forward", lambda tokens: seen.append(tokens.clone()) or GPT.forward(model, tokens))
+    tokens = model.generate(torch.tensor([[12, 1, 2, 3]]), 8, temperature=0)
+    assert tokens.shape == (1, 12)
+    for n, window in zip(range(4, 12), seen, strict=True):
+        expected = tokens[0, :n] if n <= 6 else torch.cat((tokens[0, :1], tokens[0, n - 5:n]))
+        assert torch.equal(window[0], expected)
+
+
+def test_model_samples_only_the_top_k_and_follows_the_temperature():
+    model, prompt = tiny_model(), torch.tensor([[12, 3]])
+    logits = model(prompt)[0][0, -1]
+    torch.manual_seed(0)
+    top = {int(model.generate(prompt, 1, temperature=9.0, top_k=3)[0, -1]) for _ in range(60)}
+    assert top == set(logits.topk(3).indices.tolist())
+    drawn = model.generate(prompt.expand(4000, 2), 1, temperature=2.0)[:, -1]
+    assert_close(torch.bincount(drawn, minlength=13) / 4000, (logits / 2).softmax(dim=-1), 0.04)
+
+
+def test_model_figure_shows_the_four_kinds():
+    figure = subprocess.run([sys.executable, anchor_gpt.__file__], capture_output=True, text=True, check=True,
+                            env=os.environ | {"PYTHONIOENCODING": "utf-8"}, encoding="utf-8").stdout
+    assert all(attention in figure for attention in ATTENTIONS)
+    assert "b  ▓▓· · · ████· · · ·" in figure and "0 0 1 2 0 1 2 3 0 1" in figure
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Data
+
+corpora = st.lists(st.binary(max_size=12), min_size=1, max_size=12)
+
+
+def packed(documents, context_length, seed):
+    """PackedRows with a context short enough to fill a row."""
+    return PackedRows(documents, min(context_length, sum(map(len, documents)) + len(documents) + 1), seed)
+
+
+@given(corpora, st.integers(2, 20), seeds, st.integers(0, 2))
+def test_data_packing_loses_and_repeats_nothing(documents, context_length, seed, epoch):
+    """The rows of an epoch, laid end to end, are the documents in some order with an EOS behind each, up to a tail too
+    short for a row."""
+    rows = packed(documents, context_length, seed)
+    stream = torch.cat([rows.row(epoch * rows.rows_per_epoch + i)[0][1:] for i in range(rows.rows_per_epoch)]).tolist()
+    n_tokens = sum(len(d) + 1 for d in documents)
+    assert len(stream) == n_tokens - n_tokens % (rows.context_length - 1)
+    text = "".join(map(chr, stream)).split(chr(EOS))
+    whole, cut = text[:-1], text[-1]
+    left = Counter("".join(map(chr, d)) for d in documents)
+    left.subtract(whole)
+    assert min(left.values()) >= 0
+    assert not cut or any(n and d.startswith(cut) for d, n in left.items())
+
+
+@given(corpora, st.integers(2, 20), seeds)
+def test_data_rows_are_anchor_documents_and_targets_within_them(documents, context_length, seed):
+    rows = packed(documents, context_length, seed)
+    for i in range(2 * rows.rows_per_epoch):
+        tensors = rows.row(i)
+        assert all(x.dtype == torch.int64 and x.shape == (rows.context_length,) for x in tensors)
+        tokens, doc_ids, targets = (x.tolist() for x in tensors)
+        assert tokens[0] == BOS and BOS not in tokens[1:] and doc_ids[:2] == [0, 1]
+        for t in range(1, rows.context_length - 1):  # a new document exactly behind an EOS
+            assert doc_ids[t + 1] - doc_ids[t] == (tokens[t] == EOS)
+        for t in range(rows.context_length):
+            has_target = t + 1 < rows.context_length and (t == 0 or doc_ids[t] == doc_ids[t + 1])
+            assert targets[t] == (tokens[t + 1] if has_target else NO_TARGET)
+
+
+@given(corpora, st.integers(2, 20), seeds, st.lists(st.integers(0, 200), min_size=1, max_size=8))
+def test_data_a_row_is_a_function_of_documents_seed_and_number(documents, context_length, seed, numbers):
+    used, fresh = packed(documents, context_length, seed), lambda: packed(documents, context_length, seed)
+    for i in numbers:
+        assert all(torch.equal(a, b) for a, b in zip(used.row(i), fresh().row(i)))
+    batch = used.batch(numbers[0], 3)
+    for n in range(3):
+        assert all(torch.equal(a[n], b) for a, b in zip(batch, fresh().row(numbers[0] + n)))
+
+
+def test_data_every_epoch_and_every_seed_shuffles_anew():
+    documents = [bytes([65 + i]) * 9 for i in range(20)]
+    first = [PackedRows(documents, 201, seed).row(i)[0].tolist() for seed in (0, 1) for i in (0, 1)]
+    assert all(a != b for i, a in enumerate(first) for b in first[:i])
+    assert len({tuple(sorted(x)) for x in first}) == 1
+
+
+@given(corpora.filter(lambda d: len(d) > 1), st.floats(0.01, 0.99), seeds)
+def test_data_split_holds_out_whole_documents(documents, val_fraction, seed):
+    held = split_documents(documents, val_fraction, seed)
+    assert Counter(held[0]) + Counter(held[1]) == Counter(documents) and all(held)
+    assert abs(len(held[1]) - val_fraction * len(documents)) <= 1
+    assert held == split_documents(documents, val_fraction, seed)
+
+
+@given(st.text(), st.binary())
+def test_data_bytes_are_tokens(text, raw):
+    assert decode(encode(text)) == text and bytes(encode(raw)) == raw
+    assert decode([BOS, *encode(text), EOS]) == text and decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_data_documents_come_from_folders_and_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {"b/two.py": b"two", "one.md": b"\xffone", "empty": b"", "binary": b"a\0b", ".git/x": b"no",
+                          "z.txt": b"a\n<|endoftext|>\nb"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert load_documents(tmp_path) == [b"\xffone", b"a\n<|endoftext|>\nb", b"two"]
+    assert load_documents(tmp_path / "z.txt") == [b"a", b"b"]
+    (tmp_path / "c.jsonl").write_text('{"text": "é\\u2028x"}\n\n{"text": "b", "id": 1}\n', encoding="utf-8")
+    assert load_documents(tmp_path / "c.jsonl") == ["é\u2028x".encode(), b"b"]
+
+
+def test_data_default_corpus_is_the_standard_library():
+    documents = load_documents()
+    assert len(documents) > 500 and Path(dataclasses.__file__).read_bytes() in documents
+    assert documents == load_documents()
+
+
+def test_data_description_says_what_the_attention_kinds_save():
+    text = data.describe([b"a" * 9] * 4 + [b"b" * 3], [11])
+    assert "5 documents, 44 tokens" in text and "full                100.0%" in text
+    rows = PackedRows([b"abc"] * 4, 9, 0)  # an anchor and two documents of four: 45 pairs, 1 + 2 * 10, 1 + 2 * 14
+    doc_ids = rows.batch(0, 2)[1]
+    assert [data.visible_share(doc_ids, a) for a in ATTENTIONS] == [1.0, 21 / 45, 21 / 45, 29 / 45]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of twelve short documents."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"document {i} " + "abcdefghijklmnop"[i:] * (i + 1))
+    return folder
+
+
+TINY = ("--device cpu --dtype float32 --context-length 24 --batch-size 2 --grad-accumulation 2 --steps 6 --warmup-steps 2 "
+        "--n-layer 1 --n-head 2 --n-kv-head 1 --n-embd 8 --n-hidden 8 --eval-interval 3 --eval-rows 2 "
+        "--val-fraction 0.3").split()
+
+
+def run(corpus, out, *flags):
+    """train.main in this process; -> the checkpoint it leaves."""
+    train.main([*TINY, "--data", str(corpus), "--out", str(out), "--prompt", "a", *flags])
+    return checkpoint_of(out)
+
+
+def resume(out, *flags):
+    train.main(["--resume", "--out", str(out), "--device", "cpu", *flags])
+    return checkpoint_of(out)
+
+
+def checkpoint_of(out):
+    return torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def same(a, b):
+    """Bit-equality of nested dicts and lists of tensors and plain values."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def metrics_of(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def interrupt_in_step(monkeypatch, n, signum):
+    """A signal to this process in the middle of the n-th optimizer step from here."""
+    calls, step = [], train.train_step
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == n:
+            os.kill(os.getpid(), signum)
+        return step(*args)
+    monkeypatch.setattr(train, "train_step", interrupted)
+
+
+@pytest.mark.parametrize("n, signum, code", [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (3, signal.SIGTERM, 143),
+                                             (5, signal.SIGINT, 130), (6, signal.SIGTERM, 143)])
+def test_training_interrupted_and_resumed_is_bit_identical(corpus, tmp_path, monkeypatch, capsys, n, signum, code):
+    whole = run(corpus, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, n, signum)
+        with pytest.raises(SystemExit) as stop:
+            run(corpus, tmp_path / "parts")
+    assert stop.value.code == code and checkpoint_of(tmp_path / "parts")["step"] == n
+    assert f"python train.py --resume --out {tmp_path / 'parts'}" in capsys.readouterr().out
+    parts = resume(tmp_path / "parts")
+    assert same({k: parts[k] for k in ("model", "optimizer", "step")}, {k: whole[k] for k in ("model", "optimizer", "step")})
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+def test_training_killed_outright_goes_on_from_the_last_checkpoint(corpus, tmp_path):
+    whole = run(corpus, tmp_path / "whole", "--steps", "400", "--eval-interval", "5", "--n-embd", "16")
+    command = [sys.executable, train.__file__, *TINY, "--data", str(corpus), "--out", str(tmp_path / "parts"), "--prompt",
+               "a", "--steps", "400", "--eval-interval", "5", "--n-embd", "16"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 20):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert 0 < checkpoint_of(tmp_path / "parts")["step"] < 400
+    assert same(resume(tmp_path / "parts")["model"], whole["model"])
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+def test_training_resumes_into_nothing_by_starting(corpus, tmp_path, capsys):
+    whole = run(corpus, tmp_path / "whole")
+    train.main([*TINY, "--data", str(corpus), "--out", str(tmp_path / "new"), "--resume"])
+    assert same(checkpoint_of(tmp_path / "new")["model"], whole["model"])
+    assert "starts at step 0" in capsys.readouterr().out
+
+
+def test_training_anew_keeps_the_earlier_run(corpus, tmp_path, capsys):
+    first = run(corpus, tmp_path)
+    second = run(corpus, tmp_path, "--seed", "1")
+    run(corpus, tmp_path, "--seed", "2")
+    assert same(torch.load(tmp_path / "checkpoint-1.pt", weights_only=True), first)
+    assert same(torch.load(tmp_path / "checkpoint-2.pt", weights_only=True), second)
+    assert (tmp_path / "metrics-2.jsonl").exists() and "checkpoint-2.pt" in capsys.readouterr().out
+
+
+def test_training_save_that_fails_leaves_the_old_checkpoint(corpus, tmp_path, monkeypatch):
+    def half_a_save(state, file):
+        file.write(b"half")
+        raise OSError("No space left on device")
+    before = run(corpus, tmp_path)
+    monkeypatch.setattr(torch, "save", half_a_save)
+    with pytest.raises(OSError, match="No space left"):
+        resume(tmp_path, "--steps", "12")
+    assert same(checkpoint_of(tmp_path), before)
+
+
+def test_training_stops_at_a_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
+    good = run(corpus, tmp_path)
+    monkeypatch.setattr(F, "cross_entropy", lambda logits, *_, **__: logits.sum() * math.nan)
+    with pytest.raises(SystemExit, match=r"step 6: the loss is nan .* last good checkpoint .*checkpoint\.pt"):
+        resume(tmp_path, "--steps", "9")
+    assert same(checkpoint_of(tmp_path), good)
+
+
+def test_training_prompt_only_loads_and_samples(corpus, tmp_path, capsys):
+    before = run(corpus, tmp_path)
+    capsys.readouterr()
+    resume(tmp_path, "--prompt", "docu")
+    printed = capsys.readouterr().out
+    assert printed.startswith("docu") and "validation" not in printed
+    assert same(checkpoint_of(tmp_path), before)
+
+
+def test_training_reports_and_writes_metrics(corpus, tmp_path, capsys):
+    run(corpus, tmp_path)
+    printed = capsys.readouterr().out
+    for said in ("anchor, by document", "4 rows, 96 tokens", "held out", "validation loss",
+                 "loss by position", "continuing 'a'", "checkpoint.pt"):
+        assert said in printed
+    metrics = metrics_of(tmp_path)
+    assert [m["step"] for m in metrics if "loss" in m] == [1, 2, 3, 4, 5, 6]
+    assert [m["step"] for m in metrics if "val_loss" in m] == [3, 6]
+
+
+def test_training_learning_rate_warms_up_and_decays():
+    schedule = dict(learning_rate=1.0, warmup_steps=4, steps=20)
+    rates = [train.learning_rate_at(step, schedule) for step in range(20)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert all(a > b > 0.1 for a, b in zip(rates[4:], rates[5:]))
+    assert train.learning_rate_at(12, schedule) == pytest.approx(0.55)  # half-way down
+    assert train.learning_rate_at(20, schedule) == pytest.approx(0.1)
+
+
+def test_training_counts_optimizer_steps_not_micro_batches(corpus, tmp_path):
+    run(corpus, tmp_path, "--grad-accumulation", "4", "--learning-rate", "0.5")
+    rates = [m["lr"] for m in metrics_of(tmp_path) if "lr" in m]
+    assert rates == [train.learning_rate_at(s, dict(learning_rate=0.5, warmup_steps=2, steps=6)) for s in range(6)]
+
+
+def uneven_batch():
+    """Four rows with very different numbers of targets."""
+    rows = PackedRows([b"a" * n for n in (0, 0, 0, 0, 0, 0, 0, 1, 40, 3)], 12, seed=0)
+    batch = rows.batch(0, 4)
+    counts = (batch[2] != NO_TARGET).sum(dim=1).tolist()
+    assert max(counts) > 2 * min(counts)
+    return batch
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_training_accumulating_micro_batches_equals_one_batch(n):
+    batch, results = uneven_batch(), []
+    for size in (4, n):
+        model = tiny_model(vocab_size=258)
+        optimizer = train.make_optimizer(model, 0.1)
+        micro = list(zip(*(x.split(size) for x in batch)))
+        steps = [train.train_step(model, optimizer, micro, 1e-2, 1.0, "float32") for _ in range(3)]
+        results.append((torch.tensor(steps), *model.parameters()))
+    for one, accumulated in zip(*results):
+        assert_close(accumulated, one, 1e-6)
+
+
+def test_training_clips_and_decays_only_matrices():
+    model = tiny_model(vocab_size=258)
+    decay, no_decay = train.make_optimizer(model, 0.1).param_groups
+    assert decay["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decay["params"])
+    assert no_decay["weight_decay"] == 0 and all(p.ndim == 1 for p in no_decay["params"])
+    assert len(decay["params"]) + len(no_decay["params"]) == len(list(model.parameters()))
+    before = [p.clone() for p in model.parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    _, norm = train.train_step(model, sgd, [uneven_batch()], 1.0, 0.5, "float32")
+    moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before)]).norm().item()
+    assert norm > 0.5 and moved == pytest.approx(0.5, rel=1e-3)
+
+
+def test_training_evaluates_as_the_definition_says():
+    """Nats: the mean over all targets, not over rows. Bits a byte: all the nats over the bytes; EOS is no byte."""
+    model, batch = tiny_model(vocab_size=258, dtype=torch.float32), uneven_batch()
+    with torch.no_grad():
+        loss = model(*batch)[1].item()
+    nats, bits = train.evaluate(model, batch, batch_size=3, dtype="float32")
+    targets = batch[2][batch[2] != NO_TARGET]
+    assert nats == pytest.approx(loss, rel=1e-5)
+    assert bits == pytest.approx(loss * len(targets) / (targets != EOS).sum().item() / math.log(2), rel=1e-5)
+
+
+def test_training_loss_by_position_is_of_documents_that_fill_the_context():
+    model = tiny_model(vocab_size=258, dtype=torch.float32, context_length=40)
+    long = bytes(range(39))
+    table = train.loss_by_position(model, [b"short", long, long[:38]], "float32")
+    assert [(a, b) for a, b, _ in table] == [(0, 15), (16, 31), (32, 38)]
+    tokens = torch.tensor([[BOS, *long]])
+    losses = F.cross_entropy(model(tokens)[0][0, :-1], tokens[0, 1:], reduction="none")
+    assert [x for _, _, x in table] == pytest.approx([losses[a:b].mean().item() for a, b in ((0, 16), (16, 32), (32, 39))])
+    assert train.loss_by_position(model, [b"short"], "float32") == []
+
+
+@every_kind
+def test_training_can_learn_a_tiny_corpus_by_heart(attention):
+    torch.manual_seed(0)
+    rows = PackedRows([b"the quick brown fox", b"jumps over", b"a lazy dog and runs away!!!"], 59, seed=0)
+    batch = rows.batch(0, 1)
+    model = GPT(GPTConfig(context_length=59, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=64, attention=attention))
+    optimizer = train.make_optimizer(model, 0.0)
+    for _ in range(150):
+        loss, _ = train.train_step(model, optimizer, [batch], 1e-2, 1.0, "float32")
+    assert loss < 0.02
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Errors: each names the value, what was expected and what to do
+
+
+@pytest.mark.parametrize("call", [
+    lambda a: attention_mask(torch.tensor([[0, 1]]), a), lambda a: position_ids(torch.tensor([[0, 1]]), a),
+    lambda a: visible_pairs(torch.tensor([[0, 1]]), a), lambda a: GPTConfig(attention=a),
+    lambda a: our_attend_by_document(*random_qkv(torch.tensor([[0, 1]]), 0), torch.tensor([[0, 1]]), a)])
+def test_errors_unknown_attention_lists_the_four(call):
+    with pytest.raises(ValueError, match="'anker'.*full, intra_doc, intra_doc_reset, anchor"):
+        call("anker")
+
+
+@pytest.mark.parametrize("sizes, says", [
+    (dict(n_embd=10, n_head=4), "n_embd 10 is not divisible by n_head 4"),
+    (dict(n_head=4, n_kv_head=3), "n_head 4 is not divisible by n_kv_head 3"),
+    (dict(n_embd=12, n_head=4, n_kv_head=4), "12 / 4 = 3 is odd"),
+    (dict(context_length=1), "context_length is 1, expected at least 2"), (dict(n_layer=0), "n_layer is 0"),
+    (dict(attend="flash"), "'flash'.*\"document\" or \"mask\"")])
+def test_errors_sizes_that_do_not_fit(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        GPTConfig(**sizes)
+
+
+def test_errors_odd_head_size_in_the_tables():
+    with pytest.raises(ValueError, match="head size 5 is odd"):
+        rope_cos_sin(torch.arange(3)[None], 5)
+
+
+@pytest.mark.parametrize("doc_ids, says", [
+    (torch.tensor([0, 1, 1]), r"\(3,\).*doc_ids\[None\]"), (torch.tensor([[0, 1]]).int(), "int32"),
+    (torch.tensor([[0.0, 1.0]]), "float32"), (torch.zeros(1, 0, dtype=torch.int64), "non-empty"),
+    (torch.tensor([[0, 1], [1, 1]]), r"row 1 is \[1, 1\].*expected 0 for the anchor"),
+    (torch.tensor([[0, 1, 0]]), r"row 0 is \[0, 1, 0\]"), (torch.tensor([[0, 1, -1]]), r"row 0 is \[0, 1, -1\]")])
+def test_errors_doc_ids_of_another_form(doc_ids, says):
+    for call in (lambda: attention_mask(doc_ids, "anchor"), lambda: position_ids(doc_ids, "anchor"),
+                 lambda: document_lengths(doc_ids), lambda: visible_pairs(doc_ids, "anchor")):
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
+def test_errors_a_document_torn_apart_is_refused_by_document_and_served_by_mask():
+    torn = torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 2, 1]])
+    q, k, v = (x.detach() for x in random_qkv(torn, 0))
+    for call in (lambda: our_attend_by_document(q, k, v, torn, "anchor"),
+                 lambda: tiny_model()(random_tokens(torn), torn)):
+        with pytest.raises(ValueError, match="document 1 of row 1 is in more than one piece"):
+            call()
+    assert_close(attend_by_mask(q, k, v, torn, "anchor"), attend_by_hand(q, k, v, torn, "anchor"), 1e-12)
+
+
+def test_errors_doc_ids_that_do_not_fit_the_tokens():
+    with pytest.raises(ValueError, match=r"doc_ids is \(1, 2\), expected the shape of tokens, \(1, 3\)"):
+        tiny_model()(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("none", None, "does not exist"), ("empty.txt", b"", "holds no text"), ("binary.txt", b"a\0", "holds no text"),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', "bad.jsonl, line 3"), ("cut.jsonl", b'{"text": "a', "line 1"),
+    ("list.jsonl", b'["text"]', "line 1"), ("number.jsonl", b'{"text": 3}', "line 1")])
+def test_errors_data_that_holds_no_documents(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        load_documents(tmp_path / name)
+
+
+def test_errors_a_corpus_too_small():
+    with pytest.raises(ValueError, match="4 tokens, too few to fill one row of 6"):
+        PackedRows([b"abc"], 6, 0)
+    assert len(PackedRows([b"abc"], 5, 0).row(0)[0]) == 5
+    with pytest.raises(ValueError, match="context_length is 1"):
+        PackedRows([b"abc"], 1, 0)
+    with pytest.raises(ValueError, match="1 document, too few to hold one out"):
+        split_documents([b"a"], 0.5, 0)
+    with pytest.raises(ValueError, match="val_fraction is 1.0"):
+        split_documents([b"a", b"b"], 1.0, 0)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--attention", "anker"], "'anker': choose one of full"), (["--n-head", "3"], "n_embd 8 is not divisible"),
+    (["--context-length", "1"], "expected at least 2"), (["--context-length", "5000"], "too few to fill one row of 5000"),
+    (["--data", "nowhere"], "'nowhere' does not exist"), (["--dtype", "int8"], "--dtype int8: expected float32"),
+    (["--batch-size", "0"], "--batch-size 0: expected more than 0"), (["--val-fraction", "2"], "between 0 and 1"),
+    (["--device", "tpu"], "--device tpu"), (["--resume", "--prompt", "a"], "no .*checkpoint.pt to load")])
+def test_errors_at_the_command_line_come_before_anything_is_written(corpus, tmp_path, capsys, flags, says):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop:
+        train.main([*TINY, "--data", str(corpus), "--out", str(out), *flags])
+    assert stop.value.code == 2 and not out.exists()
+    assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_errors_cuda_without_cuda(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--device", "cuda"])
+    assert "no CUDA device, use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spoil, says", [
+    (lambda p: p.write_bytes(p.read_bytes()[:-100]), "not a complete checkpoint"),
+    (lambda p: p.write_bytes(b""), "not a complete checkpoint"),
+    (lambda p: p.write_text("something else"), "not a complete checkpoint"),
+    (lambda p: torch.save({"model": {}}, p), "not a complete checkpoint"),
+    (lambda p: torch.save({"model": print}, p), "not a complete checkpoint")])
+def test_errors_a_spoilt_checkpoint_is_refused_and_left_alone(corpus, tmp_path, capsys, spoil, says):
+    run(corpus, tmp_path)
+    spoil(tmp_path / "checkpoint.pt")
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit):
+        resume(tmp_path)
+    assert says in capsys.readouterr().err and (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("flags", ["--n-embd 16", "--attention full", "--seed 3", "--learning-rate 0.1", "--batch-size 4"])
+def test_errors_resuming_with_other_settings(corpus, tmp_path, capsys, flags):
+    run(corpus, tmp_path)
+    with pytest.raises(SystemExit):
+        resume(tmp_path, *flags.split())
+    assert f"{flags}, but the run in" in capsys.readouterr().err
+
+
+def test_errors_resuming_with_another_corpus(corpus, tmp_path, capsys):
+    run(corpus, tmp_path)
+    (corpus / "05.txt").write_text("something else")
+    with pytest.raises(SystemExit):
+        resume(tmp_path, "--steps", "9")
+    assert "resuming needs the same documents" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+@both_ways
+@every_kind
+@given(doc_ids=packings(max_tokens=60), seed=seeds, heads=heads)
+def test_cuda_equals_float64_on_the_cpu(attend, attention, dtype, tolerance, doc_ids, seed, heads):
+    q, k, v = (x.detach().to(dtype) for x in random_qkv(doc_ids, seed, *heads, head_dim=16))
+    exact = outputs_and_gradients(attend_by_mask, *(x.double().requires_grad_() for x in (q, k, v)), doc_ids, attention)
+    got = outputs_and_gradients(attend, *(x.cuda().requires_grad_() for x in (q, k, v)), doc_ids.cuda(), attention)
+    for a, b in zip(got, exact):
+        assert_close(a.cpu(), b, tolerance * max(1.0, b.abs().max().item()))
