@@ -132,14 +132,16 @@ class PackedRows:
         is_byte = np.ones(self.n_tokens, dtype=bool)
         is_byte[ends - 1] = False
         self.tokens[is_byte] = np.frombuffer(b"".join(documents), dtype=np.uint8)
-        self.shuffled = None  # the latest epoch's (epoch, order, ends): a memory of a pure function
+        self.latest = None  # the latest epoch and its shuffle(): a memory of a pure function
 
     def shuffle(self, epoch):
-        """The order of the documents in an epoch, and where in its stream each of them ends."""
-        if self.shuffled is None or self.shuffled[0] != epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
-            self.shuffled = epoch, order, self.lengths[order].cumsum()
-        return self.shuffled[1:]
+        """The order of the documents in an epoch, where in its stream each of them ends, and an order of its rows."""
+        if self.latest is None or self.latest[0] != epoch:
+            generator = np.random.default_rng((self.seed, epoch))
+            documents = generator.permutation(len(self.lengths))
+            rows = generator.permutation(self.rows_per_epoch)
+            self.latest = epoch, (documents, self.lengths[documents].cumsum(), rows)
+        return self.latest[1]
 
     def row(self, i):
         """Row i of an endless supply -> tokens, doc_ids, targets, each (T,) int64: a pure function of (documents, seed, i).
@@ -147,7 +149,7 @@ class PackedRows:
         targets: the next token where it is in the same document, or is the first after the anchor; else -100.
         """
         epoch, i = divmod(i, self.rows_per_epoch)
-        order, ends = self.shuffle(epoch)
+        order, ends, _ = self.shuffle(epoch)
         start = i * (self.context_length - 1)
         stop = start + self.context_length - 1
         here = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop) + 1)
@@ -165,8 +167,14 @@ class PackedRows:
         return torch.from_numpy(tokens), torch.from_numpy(doc_ids), torch.from_numpy(targets)
 
     def batch(self, i, n):
-        """Rows i ... i + n - 1 -> tokens, doc_ids, targets, each (n, T) int64."""
-        return tuple(torch.stack(x) for x in zip(*(self.row(j) for j in range(i, i + n))))
+        """n rows -> tokens, doc_ids, targets, each (n, T) int64: numbers i ... i + n - 1 of the rows in a shuffled order,
+        an epoch after the other. Neighbours in the stream are pieces of one document, too alike to learn from at once.
+        """
+        rows = []
+        for j in range(i, i + n):
+            epoch, j = divmod(j, self.rows_per_epoch)
+            rows.append(self.row(epoch * self.rows_per_epoch + int(self.shuffle(epoch)[2][j])))
+        return tuple(torch.stack(x) for x in zip(*rows))
 
 
 def visible_share(doc_ids, attention):

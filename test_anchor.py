@@ -720,16 +720,26 @@ def test_data_a_row_is_a_function_of_documents_seed_and_number(documents, contex
     used, fresh = packed(documents, context_length, seed), lambda: packed(documents, context_length, seed)
     for i in numbers:
         assert all(torch.equal(a, b) for a, b in zip(used.row(i), fresh().row(i)))
-    batch = used.batch(numbers[0], 3)
-    for n in range(3):
-        assert all(torch.equal(a[n], b) for a, b in zip(batch, fresh().row(numbers[0] + n)))
 
 
-def test_data_every_epoch_and_every_seed_shuffles_anew():
+@given(corpora, st.integers(2, 20), seeds, st.integers(0, 2))
+def test_data_batches_take_every_row_of_an_epoch_once(documents, context_length, seed, epoch):
+    rows = packed(documents, context_length, seed)
+    n = rows.rows_per_epoch
+    row = lambda *tensors: tuple(tuple(x.tolist()) for x in tensors)
+    batch = [row(*tensors) for i in range(n) for tensors in zip(*rows.batch(epoch * n + i, 1))]
+    assert Counter(batch) == Counter(row(*rows.row(epoch * n + i)) for i in range(n))
+    assert batch == [row(*tensors) for tensors in zip(*packed(documents, context_length, seed).batch(epoch * n, n))]
+
+
+def test_data_every_epoch_and_every_seed_shuffles_documents_and_rows_anew():
     documents = [bytes([65 + i]) * 9 for i in range(20)]
-    first = [PackedRows(documents, 201, seed).row(i)[0].tolist() for seed in (0, 1) for i in (0, 1)]
-    assert all(a != b for i, a in enumerate(first) for b in first[:i])
-    assert len({tuple(sorted(x)) for x in first}) == 1
+    epochs = [[PackedRows(documents, 11, seed).row(20 * epoch + i)[0].tolist() for i in range(20)]
+              for seed in (0, 1) for epoch in (0, 1)]
+    batches = [PackedRows(documents, 11, seed).batch(20 * epoch, 20)[0].tolist() for seed in (0, 1) for epoch in (0, 1)]
+    orders = epochs + batches
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert len({str(sorted(x)) for x in orders}) == 1
 
 
 @given(corpora.filter(lambda d: len(d) > 1), st.floats(0.01, 0.99), seeds)
