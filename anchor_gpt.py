@@ -134,9 +134,9 @@ def position_ids(doc_ids, attention):
 def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
     """The tables of RoPE: cos and sin of position * theta^(-2i / head_dim) for i = 0 ... head_dim/2 - 1.
 
-    position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64 and the product
-    elementwise: float32 angles are off by 4e-3 at position 131,072, and a matmul would run in bfloat16 under autocast,
-    where positions above 256 collapse onto each other.
+    position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64: in float32 they
+    are off by 0.005 at position 131,072, and as a float32 matmul autocast would compute them in bfloat16, where
+    positions above 256 collapse onto each other.
     ValueError: an odd head_dim.
     """
     if head_dim % 2:

@@ -966,6 +966,21 @@ def test_training_accumulating_micro_batches_equals_one_batch(n):
         assert_close(accumulated, one, 1e-6)
 
 
+def test_training_takes_the_same_rows_however_a_step_is_cut(corpus, tmp_path):
+    one, cut = (run(corpus, tmp_path / n, "--batch-size", n, "--grad-accumulation", k)["model"] for n, k in ("41", "14"))
+    for name in one:
+        assert_close(cut[name], one[name], 1e-5, name)
+
+
+def test_training_validates_on_the_same_rows_for_every_seed_and_kind(corpus, tmp_path, monkeypatch):
+    batches = []
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda model, batch, *args: batches.append(batch) or evaluate(model, batch, *args))
+    for i, flags in enumerate(("--seed 0", "--seed 1", "--attention full")):
+        run(corpus, tmp_path / str(i), *flags.split())
+    assert len(batches) == 9 and all(same(batch, batches[0]) for batch in batches)
+
+
 def test_training_clips_and_decays_only_matrices():
     model = tiny_model(vocab_size=258)
     decay, no_decay = train.make_optimizer(model, 0.1).param_groups
@@ -1126,6 +1141,23 @@ def test_errors_a_spoilt_checkpoint_is_refused_and_left_alone(corpus, tmp_path, 
     with pytest.raises(SystemExit):
         resume(tmp_path)
     assert says in capsys.readouterr().err and (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+class Intruder:
+    """Unpickled by anything less careful than weights_only=True, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_errors_a_tampered_checkpoint_runs_no_code(corpus, tmp_path, capsys):
+    torch.save(run(corpus, tmp_path) | {"settings": Intruder(tmp_path / "intruded")}, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit):
+        resume(tmp_path)
+    assert "not a complete checkpoint" in capsys.readouterr().err and not (tmp_path / "intruded").exists()
 
 
 @pytest.mark.parametrize("flags", ["--n-embd 16", "--attention full", "--seed 3", "--learning-rate 0.1", "--batch-size 4"])

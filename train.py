@@ -151,10 +151,9 @@ def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip).item()
-    if math.isfinite(total) and math.isfinite(norm):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
     optimizer.zero_grad()
     return total, norm
 
