@@ -215,7 +215,6 @@ def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
 class GPTConfig:
     """Everything that determines a model. ValueError: sizes that do not fit together, an unknown kind or way."""
     vocab_size: int = 258
-    context_length: int = 1024  # the T it is trained on; forward takes any T, generate stays within this one
     n_layer: int = 4
     n_head: int = 4
     n_kv_head: int = 4
@@ -225,6 +224,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     attention: str = "anchor"
     attend: str = "document"  # or "mask"
+    context_length: int = 1024  # the T it is trained on; forward takes any T, generate stays within this one
 
     def __post_init__(self):
         check_attention(self.attention)

@@ -195,10 +195,13 @@ def describe(documents, context_lengths):
     buckets = np.bincount(np.log2(lengths).astype(int))
     for b in range(int(np.flatnonzero(buckets)[0]), len(buckets)):
         lines.append(f"{2**b:>9,} - {2**(b + 1) - 1:<9,} {buckets[b]:>6,} " + "█" * round(40 * buckets[b] / buckets.max()))
-    lines += ["", "share of causal pairs that stay visible, by context length",
-              " " * 16 + "".join(f"{T:>10,}" for T in context_lengths)]
-    packed = [PackedRows(documents, T, seed=0) for T in context_lengths]
+    lines += ["", "share of causal pairs that stay visible, by context length"]
+    fit = [T for T in context_lengths if T - 1 <= tokens]
+    if not fit:
+        return "\n".join([*lines, f"(too few tokens to fill one row of {min(context_lengths):,})"])
+    packed = [PackedRows(documents, T, seed=0) for T in fit]
     sampled = [rows.batch(0, min(rows.rows_per_epoch, 64))[1] for rows in packed]
+    lines.append(" " * 16 + "".join(f"{T:>10,}" for T in fit))
     for attention in ATTENTIONS:
         lines.append(f"{attention:<16}" + "".join(f"{visible_share(doc_ids, attention):>10.1%}" for doc_ids in sampled))
     return "\n".join(lines)

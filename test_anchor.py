@@ -33,8 +33,8 @@ from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_mask, 
                         draw_mask, position_ids, rope_cos_sin, visible_pairs)
 from data import BOS, EOS, NO_TARGET, PackedRows, decode, encode, load_documents, split_documents
 
-settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40)
-settings.register_profile("anew", deadline=None, max_examples=40, print_blob=True)
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, report_multiple_bugs=False)
+settings.register_profile("anew", deadline=None, max_examples=40, report_multiple_bugs=False, print_blob=True)
 settings.load_profile("fixed" if os.environ.get("CI") else "anew")
 
 our_attend_by_document = anchor_gpt.attend_by_document
@@ -320,14 +320,14 @@ def test_visibility_positions_run_on_or_restart_in_each_document(attention, doc_
 
 
 def compare_masks(got, doc_ids, attention):
-    """Fails with a picture of both masks, got and expected (T, T), side by side."""
+    """Fails with a picture of both masks, expected and got (T, T), side by side."""
     expected = expected_mask(doc_ids, attention)[0]
     if not torch.equal(got, expected):
+        wrong = [f"query {i} must {'see' if expected[i, j] else 'not see'} key {j}" for i, j in (got != expected).nonzero()]
         pictures = [draw_mask(mask, doc_ids[0]).split("\n") for mask in (expected, got)]
-        width = 2 * doc_ids.shape[1] + 4
-        lines = [f"{'expected':<{width}}got", *(f"{a:<{width}}{b}" for a, b in zip(*pictures))]
-        wrong = [f"query {i} must {'' if expected[i, j] else 'not '}see key {j}" for i, j in (got != expected).nonzero()]
-        pytest.fail(f"{attention}, documents {doc_ids[0].tolist()}: {'; '.join(wrong[:3])}\n" + "\n".join(lines))
+        width = max(2 * doc_ids.shape[1], len("expected")) + 4
+        pytest.fail("\n".join([f"{attention}, doc_ids {doc_ids[0].tolist()}: {', '.join(wrong[:3])}", "",
+                               f"{'expected':<{width}}got", *(f"{a:<{width}}{b}" for a, b in zip(*pictures))]), pytrace=False)
 
 
 @both_ways
@@ -637,6 +637,12 @@ def test_model_starts_as_nanogpt_does():
             assert p.std().item() == pytest.approx(0.02 / (4 if name.endswith("proj.weight") else 1), rel=0.03), name
             assert abs(p.mean().item()) < 5e-4
     assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+
+
+def test_model_defaults_are_those_of_train_on_a_cpu():
+    defaults = dataclasses.asdict(GPTConfig())
+    constants = {"vocab_size": data.VOCAB_SIZE, "rope_theta": 10_000.0, "norm_eps": 1e-5}
+    assert defaults == constants | {name: cpu for name, (cpu, _, _) in train.SETTINGS.items() if name in defaults}
 
 
 def test_model_looks_at_the_document_lengths_once_a_forward(monkeypatch):

@@ -222,7 +222,7 @@ def settle(args):
                 raise ValueError(f"--{name.replace('_', '-')} {value}, but the run in {args.out} was made with "
                                  f"{saved[name]}: --resume continues that run, so leave the flag out, or train anew in "
                                  "another --out")
-        settings = saved | {name: value for name, value in given.items()}
+        settings = saved | given
     elif args.resume and args.prompt is not None:
         raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder with --out")
     if settings["dtype"] not in ("float32", "bfloat16"):
@@ -240,8 +240,9 @@ def main(argv=None):
         settings, checkpoint = settle(args)
         S = argparse.Namespace(**settings)
         torch.manual_seed(S.seed)
-        model = GPT(GPTConfig(VOCAB_SIZE, S.context_length, S.n_layer, S.n_head, S.n_kv_head, S.n_embd, S.n_hidden,
-                              attention=S.attention, attend=S.attend)).to(args.device)
+        sizes = {name: settings[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "attention",
+                                                   "attend", "context_length")}
+        model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, **sizes)).to(args.device)
         optimizer = make_optimizer(model, S.weight_decay)
         start = 0
         if checkpoint:
@@ -296,6 +297,7 @@ def main(argv=None):
     # A signal only asks to stop: between two steps weights and optimizer agree, within one they may not.
     signals = []
     handlers = {s: signal.signal(s, lambda signum, frame: signals.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)}
+    losses = []  # since the last evaluation
     bar = tqdm(total=S.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
     with open(metrics_path, "a", buffering=1) as metrics:
         for step in range(start, S.steps):
@@ -312,13 +314,15 @@ def main(argv=None):
             speed = tokens_per_step / (time.perf_counter() - began)
             metrics.write(json.dumps({"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
                                       "tokens_per_second": speed}) + "\n")
+            losses.append(loss)
             bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
             if (step + 1) % S.eval_interval == 0 or step + 1 == S.steps:
                 val_loss, bits = evaluate(model, val_batch, S.batch_size, S.dtype)
                 metrics.write(json.dumps({"step": step + 1, "val_loss": val_loss, "bits_per_byte": bits}) + "\n")
-                bar.write(f"step {step + 1:>5}    train {loss:.3f}    validation {val_loss:.3f} nats a token, "
-                          f"{bits:.3f} bits a byte")
+                bar.write(f"step {step + 1:>5}    train {sum(losses) / len(losses):.3f}    validation {val_loss:.3f} nats "
+                          f"a token, {bits:.3f} bits a byte")
+                losses.clear()
                 save(step + 1)
             if signals:
                 save(step + 1)
