@@ -17,6 +17,7 @@ Shapes: B rows, T tokens a row, H query heads, H_kv key/value heads, D the head 
 vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, ... for each document in turn.
 """
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -117,7 +118,7 @@ def draw_mask(visible, doc_ids):
 
 
 def position_ids(doc_ids, attention):
-    """The position of each token: its index in the row; for intra_doc_reset its index in its document.
+    """The position of each token: its index in the row; for intra_doc_reset its index in its document, from 0.
 
     doc_ids (B, T) int64 -> int64 (B, T). The anchor is at position 0 in every kind.
     ValueError: an unknown kind; doc_ids of another shape or dtype, or without the anchor in front.
@@ -127,8 +128,8 @@ def position_ids(doc_ids, attention):
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     if attention != "intra_doc_reset":
         return index
-    is_start = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-    return index - (index * is_start).cummax(dim=1).values
+    sorted_ids, order = doc_ids.sort(dim=1, stable=True)  # document after document, each in its own order
+    return torch.empty_like(doc_ids).scatter(1, order, index - torch.searchsorted(sorted_ids, sorted_ids))
 
 
 def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
@@ -230,9 +231,9 @@ class GPTConfig:
         check_attention(self.attention)
         if self.attend not in ("document", "mask"):
             raise ValueError(f'unknown way to attend {self.attend!r}: choose "document" or "mask"')
-        for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
         if self.context_length < 2:
             raise ValueError(f"context_length is {self.context_length}, expected at least 2: the anchor and a token")
         if self.n_embd % self.n_head:
@@ -307,10 +308,12 @@ class GPT(nn.Module):
 
         doc_ids (B, T) int64, on the CPU or tokens' device (on the CPU no kernel has to wait for it); None means one
         document a row after its anchor. targets (B, T) int64: the loss is the mean cross-entropy in nats, in float32,
-        over the targets other than -100.
-        ValueError: doc_ids that do not fit tokens, and as document_lengths.
+        over the targets other than -100 (0 where there is none).
+        ValueError: tokens or doc_ids of another shape, and as document_lengths (by document) or attention_mask (by mask).
         """
         config = self.config
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens is {tuple(tokens.shape)}, expected (B, T): for a single row pass tokens[None]")
         if doc_ids is None:
             doc_ids = torch.ones_like(tokens, device="cpu")
             doc_ids[:, 0] = 0
@@ -331,7 +334,8 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+        nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return logits, nats / (targets != -100).sum().clamp(min=1)
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None):
@@ -339,7 +343,10 @@ class GPT(nn.Module):
 
         tokens (B, T) int64, the anchor first -> (B, T + max_new_tokens). Once a row outgrows context_length, the model
         sees the anchor and the latest tokens: the oldest after the anchor are dropped, and positions count anew.
+        top_k: sample from the k likeliest tokens only. ValueError: a negative temperature, a top_k below 1.
         """
+        if temperature < 0 or top_k is not None and top_k < 1:
+            raise ValueError(f"temperature is {temperature}, top_k {top_k}: expected 0 or more, and at least 1 or None")
         for _ in range(max_new_tokens):
             seen = tokens
             if tokens.shape[1] > self.config.context_length:
@@ -378,4 +385,5 @@ def figure():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows question marks
     print(figure())

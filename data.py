@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import sysconfig
 import warnings
 from pathlib import Path
@@ -23,7 +24,8 @@ NO_TARGET = -100  # what cross_entropy ignores
 
 def encode(text_or_bytes):
     """str (as UTF-8) or bytes -> list of token ids, without BOS or EOS."""
-    return list(text_or_bytes.encode() if isinstance(text_or_bytes, str) else text_or_bytes)
+    # surrogateescape: what Python makes of command line bytes that are no UTF-8 turns back into those bytes
+    return list(text_or_bytes.encode(errors="surrogateescape") if isinstance(text_or_bytes, str) else text_or_bytes)
 
 
 def decode(ids):
@@ -51,7 +53,7 @@ def read_jsonl(path):
             text = json.loads(line)["text"]
             documents.append(text.encode())
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f'{path}, line {number}: expected a JSON object with a string "text", '
+            raise ValueError(f'{path}, line {number}: expected a JSON object with a "text" of valid Unicode, '
                              f"got {line[:60].decode(errors='replace')!r}") from None
     return documents
 
@@ -113,10 +115,12 @@ class PackedRows:
     Every epoch shuffles the documents, puts EOS after each, and cuts the stream into rows. A document that does not fit
     goes on in the next row, behind that row's anchor. No token is lost or repeated within an epoch, save the tail that
     cannot fill a row.
-    ValueError: a context_length below 2, or a corpus that cannot fill one row.
+    ValueError: a context_length below 2, a negative seed, or documents that cannot fill one row.
     """
 
     def __init__(self, documents, context_length, seed):
+        if seed < 0:
+            raise ValueError(f"seed is {seed}, expected 0 or more")
         if context_length < 2:
             raise ValueError(f"context_length is {context_length}, expected at least 2: the anchor and one token")
         self.context_length, self.seed = context_length, seed
@@ -126,8 +130,8 @@ class PackedRows:
         self.n_tokens = int(self.lengths.sum())
         self.rows_per_epoch = self.n_tokens // (context_length - 1)
         if self.rows_per_epoch == 0:
-            raise ValueError(f"the corpus has {self.n_tokens} tokens, too few to fill one row of {context_length}: "
-                             "add documents or lower the context length")
+            raise ValueError(f"{len(documents)} documents have {self.n_tokens} tokens, too few to fill one row of "
+                             f"{context_length}: add documents, lower the context length or hold out another share")
         self.tokens = np.full(self.n_tokens, EOS, dtype=np.uint16)  # the documents one after the other, as given
         is_byte = np.ones(self.n_tokens, dtype=bool)
         is_byte[ends - 1] = False
@@ -177,6 +181,54 @@ class PackedRows:
         return tuple(torch.stack(x) for x in zip(*rows))
 
 
+def recall_document(length, n_facts, seed, depth=None):
+    """A document that hides facts among filler and asks for them at its end, in another order: the paper's RULER in
+    miniature; with one fact it is the passkey task.
+
+    -> (bytes of `length`, int64 positions of the answers, one digit a fact). Fact: <KQ=7>. Question: <KQ?7>.
+    seed: int or a sequence of ints. depth: where the facts stand, from 0 (start) to 1 (just before the questions);
+    None: anywhere. ValueError: a length that cannot hold the facts and their questions, or more facts than keys.
+    """
+    n_filler = length - 12 * n_facts
+    if n_filler < 0 or n_facts > 26 * 26:
+        raise ValueError(f"length is {length}, n_facts {n_facts}: expected at least 12 bytes a fact, and at most 676 facts")
+    generator = np.random.default_rng(seed)
+    keys = [b"%c%c" % (65 + k // 26, 65 + k % 26) for k in generator.permutation(26 * 26)[:n_facts]]
+    values = generator.integers(48, 58, n_facts)  # digits, which stand nowhere else
+    filler = generator.choice(np.frombuffer(b"abcdefghijklmnopqrstuvwxyz    ", dtype=np.uint8), n_filler).tobytes()
+    places = sorted(generator.integers(0, n_filler, n_facts, endpoint=True) if depth is None
+                    else [round(depth * n_filler)] * n_facts)
+    parts, begin = [], 0
+    for place, key, value in zip(places, keys, values):
+        parts += [filler[begin:place], b"<%s=%c>" % (key, value)]
+        begin = place
+    parts.append(filler[begin:])
+    parts += [b"<%s?%c>" % (keys[i], values[i]) for i in generator.permutation(n_facts)]
+    return b"".join(parts), length - 6 * n_facts + 6 * np.arange(n_facts) + 4
+
+
+def recall_batch(context_length, n_rows, n_facts, seed, depth=None, packed=True):
+    """Rows of recall documents -> tokens, doc_ids, targets, each (n_rows, T) int64; only the answers are targets.
+
+    packed: documents of random lengths fill the row; else one document of T - 1 tokens does.
+    """
+    shortest, generator, rows = 12 * n_facts + 16, np.random.default_rng(seed), []
+    for _ in range(n_rows):
+        tokens, doc_ids, targets = [BOS], [0], [NO_TARGET] * context_length
+        while len(tokens) < context_length:
+            left = context_length - len(tokens)
+            length = int(generator.integers(shortest, left, endpoint=True)) if packed and left > shortest else left
+            if left - length < shortest:
+                length = left
+            document, answers = recall_document(length, n_facts, generator.integers(2**31), depth)
+            for i in answers:
+                targets[len(tokens) + i - 1] = document[i]
+            doc_ids += [doc_ids[-1] + 1] * length
+            tokens += document
+        rows.append((tokens, doc_ids, targets))
+    return tuple(torch.tensor(x) for x in zip(*rows))
+
+
 def visible_share(doc_ids, attention):
     """The share of the causal pairs of these rows, doc_ids (B, T), that an attention kind lets see each other."""
     return int(visible_pairs(doc_ids, attention).sum()) / int(visible_pairs(doc_ids, "full").sum())
@@ -212,6 +264,7 @@ if __name__ == "__main__":
     parser.add_argument("path", nargs="?", help="a folder, a .txt or a .jsonl; default: the Python standard library")
     parser.add_argument("--context-length", type=int, nargs="+", default=[1024, 8192, 65536], help="default: %(default)s")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")
     try:
         print(describe(load_documents(args.path), args.context_length))
     except ValueError as error:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -192,7 +193,7 @@ def loss_by_position(model, documents, dtype, max_documents=64):
 
 
 def sample(model, prompt, settings, max_new_tokens=500):
-    """A text that continues the prompt, up to its EOS."""
+    """A text that continues the prompt, str or bytes, up to its EOS."""
     torch.manual_seed(settings["seed"])
     tokens = torch.tensor([[BOS] + encode(prompt)], device=next(model.parameters()).device)
     with autocast(model, settings["dtype"]):
@@ -205,9 +206,9 @@ def sample(model, prompt, settings, max_new_tokens=500):
 
 def settle(args):
     """Flags, checkpoint and defaults -> (settings, checkpoint or None). ValueError: flags that contradict either."""
-    device = args.device.split(":")[0]
-    if device not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         raise ValueError(f"--device {args.device}: expected cpu, cuda or cuda:N")
+    device = args.device.split(":")[0]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: this PyTorch sees no CUDA device, use --device cpu")
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
@@ -223,6 +224,8 @@ def settle(args):
                                  f"{saved[name]}: --resume continues that run, so leave the flag out, or train anew in "
                                  "another --out")
         settings = saved | given
+        if settings["steps"] < checkpoint["step"]:
+            raise ValueError(f"--steps {settings['steps']}: the checkpoint in {args.out} is at step {checkpoint['step']} already")
     elif args.resume and args.prompt is not None:
         raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder with --out")
     if settings["dtype"] not in ("float32", "bfloat16"):
@@ -230,6 +233,9 @@ def settle(args):
     for name in ("batch_size", "grad_accumulation", "steps", "eval_interval", "eval_rows", "learning_rate", "grad_clip"):
         if not settings[name] > 0:
             raise ValueError(f"--{name.replace('_', '-')} {settings[name]}: expected more than 0")
+    for name in ("seed", "warmup_steps", "weight_decay"):
+        if not 0 <= settings[name] < 2**63:
+            raise ValueError(f"--{name.replace('_', '-')} {settings[name]}: expected 0 or more")
     return settings, checkpoint
 
 
@@ -262,7 +268,8 @@ def main(argv=None):
         rows = PackedRows(train_documents, S.context_length, S.seed)
         val_rows = PackedRows(val_documents, S.context_length, seed=0)
         val_batch = val_rows.batch(0, min(S.eval_rows, val_rows.rows_per_epoch))
-    except ValueError as error:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
     rows_per_step = S.batch_size * S.grad_accumulation
@@ -277,10 +284,15 @@ def main(argv=None):
           f"step           {rows_per_step} rows, {tokens_per_step:,} tokens; {S.steps} steps are "
           f"{S.steps * rows_per_step / rows.rows_per_epoch:.2f} epochs")
 
-    args.out.mkdir(parents=True, exist_ok=True)
     checkpoint_path, metrics_path = args.out / "checkpoint.pt", args.out / "metrics.jsonl"
 
+    def diverged(step, what):
+        sys.exit(f"step {step}: {what}, expected finite numbers; {checkpoint_path} is what was saved before that. Train anew "
+                 "with a lower --learning-rate or a longer --warmup-steps")
+
     def save(step):
+        if not all(p.isfinite().all() for p in model.parameters()):
+            diverged(step, "the weights are not finite")
         save_checkpoint(checkpoint_path, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
                         settings=settings, corpus=corpus)
 
@@ -308,9 +320,7 @@ def main(argv=None):
             loss, norm = train_step(model, optimizer, batches, lr, S.grad_clip, S.dtype)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 bar.close()
-                sys.exit(f"step {step}: the loss is {loss} and its gradient's norm {norm}, expected finite numbers; the "
-                         f"last good checkpoint is {checkpoint_path}. Train anew with a lower --learning-rate or a "
-                         "longer --warmup-steps")
+                diverged(step + 1, f"the loss is {loss} and the norm of its gradient {norm}")
             speed = tokens_per_step / (time.perf_counter() - began)
             metrics.write(json.dumps({"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
                                       "tokens_per_second": speed}) + "\n")
@@ -341,9 +351,10 @@ def main(argv=None):
         print("\nloss by position in long held-out documents (falling: the model uses its context)")
         for first, last, nats in by_position:
             print(f"{first:>7,} - {last:<7,} {nats:.3f} " + "█" * round(15 * nats))
-    prompt = args.prompt if args.prompt is not None else decode(val_documents[0][:32])
-    print(f"\nsample, continuing {prompt!r}\n\n{sample(model, prompt, settings)}\n\ncheckpoint: {checkpoint_path}")
+    prompt = args.prompt if args.prompt is not None else val_documents[0][:32]
+    print(f"\nsample, continuing {decode(encode(prompt))!r}\n\n{sample(model, prompt, settings)}\n\ncheckpoint: {checkpoint_path}")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows question marks
     main()

@@ -1,0 +1,573 @@
+"""The paper's claims, measured on this machine.
+
+    python bench.py                       # a quick version of all three parts
+    python bench.py speed                 # AnchorAttention halves the training time: time and memory against full
+    python bench.py rope                  # bfloat16 breaks RoPE: where exactly, and by how much
+    python bench.py quality               # AnchorAttention trains a better long-context model: what each kind learns
+    python bench.py rope --checkpoint out/checkpoint.pt --plot assets
+
+Every time is the median of runs that take turns (A B C A B C ...) after a warm-up, and every ratio is taken within one
+such run, since machines are noisy. Peak memory is CUDA's counter, or on a CPU the peak of a process of its own.
+"""
+import argparse
+import json
+import math
+import multiprocessing
+import re
+import resource
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import anchor_gpt
+import train
+from anchor_gpt import ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_document, attend_by_mask, rope_cos_sin
+from data import (BOS, NO_TARGET, VOCAB_SIZE, PackedRows, encode, load_documents, recall_batch, split_documents,
+                  visible_share)
+
+
+def print_table(title, header, rows):
+    """Columns aligned: the first to the left, the others to the right."""
+    cells = [header] + [[str(x) for x in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    print(f"\n{title}\n")
+    for n, row in enumerate(cells):
+        print("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))).rstrip())
+        if n == 0:
+            print("  ".join("-" * w for w in widths))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def log_normal_doc_ids(context_length, mean_length, seed):
+    """doc_ids (1, T) of documents whose lengths are log-normal (sigma 1) with a mean of mean_length tokens."""
+    generator, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < context_length - 1:
+        lengths.append(max(1, round(generator.lognormal(math.log(mean_length) - 0.5))))
+    doc_ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:context_length - 1]
+    return torch.from_numpy(np.concatenate(([0], doc_ids)))[None]
+
+
+def doc_ids_for(context_length, mean_length, data):
+    """A row's doc_ids: from a corpus (data: a path) where mean_length is None, else log-normal."""
+    if mean_length is None:
+        return PackedRows(load_documents(data), context_length, seed=0).batch(0, 1)[1]
+    return log_normal_doc_ids(context_length, mean_length, seed=0)
+
+
+def flex_attention(q, k, v, doc_ids, attention):
+    """Anchor attention by PyTorch's FlexAttention, compiled, as the official code has it: for comparison alone."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    ids = doc_ids[0].to(q.device)
+    key = doc_ids.data_ptr()
+    if key not in flex_attention_state:  # mask and kernel are made once a row, outside of what is timed
+        mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((ids[i] == ids[j]) | (j == 0)), 1, None, len(ids), len(ids),
+                                 device=q.device)
+        flex_attention_state[key] = mask, torch.compile(flex_attention, dynamic=False)
+    mask, kernel = flex_attention_state[key]
+    return kernel(q, k, v, block_mask=mask)
+
+
+flex_attention_state = {}
+
+CASES = {  # what is timed: (function, attention kind, whether backward, too)
+    "full": (attend_by_document, "full", True),
+    "intra_doc": (attend_by_document, "intra_doc", True),
+    "anchor": (attend_by_document, "anchor", True),
+    "anchor by mask": (attend_by_mask, "anchor", True),
+    "full, forward": (attend_by_document, "full", False),
+    "anchor, forward": (attend_by_document, "anchor", False),
+    "anchor by flex, forward": (flex_attention, "anchor", False),
+}
+
+
+def attention_run(case, doc_ids, device, dtype, n_head=6, head_dim=64):
+    """Fresh inputs, then one attention (and its backward) -> seconds."""
+    attend, attention, backward = CASES[case]
+    T = doc_ids.shape[1]
+    q, k, v, g = (torch.randn(1, T, n_head, head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+    began = now(device)
+    y = attend(q, k, v, doc_ids, attention)
+    if backward:
+        torch.autograd.grad(y, (q, k, v), g)
+    return now(device) - began
+
+
+def make_step(attention, device):
+    """train.py's default model for this device, its optimizer, and the dtype it trains in."""
+    defaults = {name: values[device != "cpu"] for name, values in train.SETTINGS.items()}
+    sizes = {name: defaults[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden")}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, attention=attention, **sizes)).to(device)
+    return model, train.make_optimizer(model, 0.1), defaults["dtype"]
+
+
+def step_run(step, doc_ids, device):
+    """One training step (forward, backward, optimizer) on a row of random tokens -> seconds."""
+    model, optimizer, dtype = step
+    tokens = torch.randint(256, doc_ids.shape)
+    targets = tokens.roll(-1, dims=1)
+    began = now(device)
+    train.train_step(model, optimizer, [(tokens, doc_ids, targets)], 1e-4, 1.0, dtype)
+    return now(device) - began
+
+
+def now(device):
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def take_turns(runs, repeats, what):
+    """{name: function -> seconds} -> {name: [seconds, ...]}, after one warm-up of each."""
+    seconds = {name: [] for name in runs}
+    for turn in tqdm(range(repeats + 1), desc=what, leave=False, disable=None):
+        for name, run in runs.items():
+            seconds[name].append(run())
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def peak_of_this_process(kind, case, doc_ids, device, dtype):
+    if kind == "attention":
+        run = partial(attention_run, case, doc_ids, device, dtype)
+    else:
+        run = partial(step_run, make_step(case, device), doc_ids, device)
+    if device != "cpu":
+        run()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() / 2**20
+    run()
+    if sys.platform == "linux":  # where ru_maxrss also counts the process that started this one
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_memory(*case):
+    """MiB at the peak of a case: on a CPU that of a new process, PyTorch included (about 250 MiB)."""
+    if case[3] != "cpu":
+        return peak_of_this_process(*case)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(peak_of_this_process, *case).result()
+
+
+def speed(args):
+    device, dtype = args.device, getattr(torch, args.dtype)
+    results = []
+    for mean_length in [None] if args.data is not None else args.mean_lengths:
+        source = f"documents of {args.data or 'the standard library'}" if args.data is not None else \
+            f"log-normal documents of {mean_length:,} tokens on average"
+        for T in args.context_lengths:
+            doc_ids = doc_ids_for(T, mean_length, args.data)
+            cases = [c for c in CASES if ("mask" not in c or T <= args.mask_up_to) and ("forward" not in c or args.flex)]
+            runs = {c: partial(attention_run, c, doc_ids, device, dtype) for c in cases}
+            table = summarize("attention", runs, cases, doc_ids, args, source, dtype)
+            results += table
+            if args.step:
+                steps = {c: make_step(c, device) for c in ("full", "intra_doc", "anchor")}
+                runs = {c: partial(step_run, steps[c], doc_ids, device) for c in steps}
+                results += summarize("training step", runs, list(steps), doc_ids, args, source, dtype)
+    return results
+
+
+def summarize(kind, runs, cases, doc_ids, args, source, dtype):
+    """Times the runs, prints their table and returns it as a list of dicts."""
+    T = doc_ids.shape[1]
+    seconds = take_turns(runs, args.repeats, f"{kind} at {T:,}")
+    median = {c: statistics.median(s) for c, s in seconds.items()}
+    table = []
+    for c in cases:
+        base = median["full, forward" if "forward" in c else "full"]
+        share = visible_share(doc_ids, c.split(",")[0].split(" ")[0])
+        table.append({"kind": kind, "source": source, "context_length": T, "case": c, "visible": share, "seconds": median[c],
+                      "spread": (max(seconds[c]) - min(seconds[c])) / median[c], "times_faster": base / median[c],
+                      "cost_per_visible_pair": median[c] / base / share, "tokens_per_second": T / median[c],
+                      "peak_mib": None if args.no_memory else peak_memory(
+                          "attention" if kind == "attention" else "step", c, doc_ids, args.device, dtype)})
+    what = f"6 heads of 64, {args.dtype}, forward + backward" if kind == "attention" else "train.py's default model and dtype"
+    print_table(f"{kind}, {what}; {T:,} tokens, {int(doc_ids.max()):,} {source}",
+                ["", "visible", "median ms", "spread", "x full", "cost a visible pair", "tokens/s", "peak MiB"],
+                [[r["case"], f"{r['visible']:.1%}", f"{1e3 * r['seconds']:,.1f}", f"{r['spread']:.0%}",
+                  f"{r['times_faster']:.2f}", f"{r['cost_per_visible_pair']:.2f}", f"{r['tokens_per_second']:,.0f}",
+                  f"{r['peak_mib']:,.0f}" if r["peak_mib"] else "-"] for r in table])
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# RoPE in limited precision
+
+PRECISIONS = {  # name: dtype of q and k before and after the rotation, of the angles, of the cos and sin tables
+    "float64": (torch.float64, torch.float64, torch.float64),
+    "float32 (this project)": (torch.float32, torch.float64, torch.float32),
+    "float32 angles": (torch.float32, torch.float32, torch.float32),
+    "bfloat16 q and k": (torch.bfloat16, torch.float64, torch.float32),
+    "bfloat16 tables, too (the paper)": (torch.bfloat16, torch.float64, torch.bfloat16),
+    "bfloat16 angles, too": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+}
+
+
+def rotate(x, positions, storage, angles, tables, theta=10_000.0):
+    """x (H, T, D) rotated to positions (T,) in the given dtypes -> float64 (H, T, D) of what is left of it."""
+    if angles == torch.float64:
+        cos, sin = rope_cos_sin(positions[None], x.shape[-1], theta, tables)
+    else:  # the bugs that rope_cos_sin avoids
+        frequencies = theta ** -(torch.arange(0, x.shape[-1], 2).double() / x.shape[-1])
+        angle = (positions.to(angles)[:, None] * frequencies.to(angles))[None, None]
+        cos, sin = angle.cos().to(tables), angle.sin().to(tables)
+    return apply_rope(x.to(storage)[None], cos, sin)[0].double()
+
+
+def logits_and_weights(q, k, positions, precision, theta=10_000.0):
+    """Causal attention of q and k (H, T, D) at positions (T,), all but the rotation in float64 -> two (H, T, T)."""
+    q, k = (rotate(x, positions, *PRECISIONS[precision], theta) for x in (q, k))
+    logits = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    return logits.masked_fill(hidden, 0.0), logits.masked_fill(hidden, -math.inf).softmax(dim=-1)
+
+
+def change_by_shift(q, k, shift, precision, theta=10_000.0):
+    """What a shift of all positions changes, where exact arithmetic changes nothing.
+
+    -> (root mean square change of a visible logit, |change of the weights| summed over heads and queries (T,): the
+    paper's D is its sum, entry j the share of key j, weight of each key summed likewise (T,)).
+    """
+    T = q.shape[1]
+    before, after = (logits_and_weights(q, k, torch.arange(T) + s, precision, theta) for s in (0, shift))
+    pairs = q.shape[0] * T * (T + 1) / 2
+    logits = ((before[0] - after[0]).square().sum() / pairs).sqrt().item()
+    return logits, (before[1] - after[1]).abs().sum(dim=(0, 1)), before[1].sum(dim=(0, 1))
+
+
+def logit_error(position, precision, distance=100, n=256, head_dim=64):
+    """How far a logit of unit vectors is from exact at a position: the root mean square of n pairs `distance` apart."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.nn.functional.normalize(torch.randn(2, n, 1, head_dim, generator=generator, dtype=torch.float64), dim=-1)
+    storage = PRECISIONS[precision][0]
+    q, k = q.to(storage).double(), k.to(storage).double()  # rounding the inputs is nobody's rotation
+
+    def logit(name):
+        m, n = torch.tensor([position + distance]), torch.tensor([position])
+        return (rotate(q, m, *PRECISIONS[name]) * rotate(k, n, *PRECISIONS[name])).sum(dim=-1)
+    return (logit(precision) - logit("float64")).square().mean().sqrt().item()
+
+
+def model_qk(checkpoint, context_length, data):
+    """q and k before their rotation on one long held-out document -> [(q, k), ...] a layer, each (H, T, D) float64."""
+    saved = train.load_checkpoint(Path(checkpoint))
+    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "context_length")
+    config = GPTConfig(vocab_size=VOCAB_SIZE, attention="full", **{name: saved["settings"][name] for name in names})
+    model = GPT(config)
+    model.load_state_dict(saved["model"])
+    _, held_out = split_documents(load_documents(data), saved["settings"]["val_fraction"], seed=0)
+    document = max(held_out, key=len)
+    if len(document) < context_length:
+        raise ValueError(f"the longest held-out document has {len(document)} bytes, expected {context_length}: "
+                         "lower --context-lengths or name another --data")
+    captured, original = [], anchor_gpt.apply_rope
+    anchor_gpt.apply_rope = lambda x, cos, sin: captured.append(x) or original(x, cos, sin)
+    try:
+        with torch.no_grad():
+            model(torch.tensor([[BOS] + encode(document[:context_length - 1])]))
+    finally:
+        anchor_gpt.apply_rope = original
+    H, group = config.n_head, config.n_head // config.n_kv_head
+    return [(x[0, :H].double(), x[0, H:].double().repeat_interleave(group, dim=0)) for x in captured]
+
+
+def rope(args):
+    longest = max(args.context_lengths)
+    if args.checkpoint:
+        layers, source = model_qk(args.checkpoint, longest, args.data), f"{args.checkpoint}, a held-out document"
+    else:
+        generator = torch.Generator().manual_seed(0)
+        layers = [torch.randn(2, 4, longest, 64, generator=generator, dtype=torch.float64).unbind()]
+        source = "random q and k, 4 heads of 64"
+    results = {"source": source, "error": {}, "shift": {}, "context": {}, "share": {}}
+
+    positions = [2**i for i in range(0, 18)]
+    for name in tqdm(PRECISIONS, desc="error by position", leave=False, disable=None):
+        results["error"][name] = [(m, logit_error(m, name)) for m in positions]
+    print_table("error of a logit of unit vectors (spread 0.125) at a position, root mean square",
+                ["precision", *(f"{m:,}" for m in positions[::4] + positions[-1:])],
+                [[name, *(f"{e:.1e}" for _, e in errors[::4] + errors[-1:])] for name, errors in results["error"].items()])
+
+    shifts, T = (1, 16, 256, 4096, 65536), min(512, longest)
+    for name in tqdm(PRECISIONS, desc="change by shift", leave=False, disable=None):
+        results["shift"][name] = []
+        for shift in shifts:
+            changes = [change_by_shift(q[:, :T], k[:, :T], shift, name) for q, k in layers]
+            logits = math.sqrt(sum(c[0]**2 for c in changes) / len(changes))
+            weights = sum(c[1].sum().item() for c in changes) / len(changes) / layers[0][0].shape[0] / T
+            results["shift"][name].append((shift, logits, weights))
+    for column, what in ((1, "change of a logit, root mean square"), (2, "summed |change| of a query's weights (at most 2)")):
+        print_table(f"{what}, when all positions shift; {T} tokens; {source}",
+                    ["precision", *(f"{s:+,}" for s in shifts)],
+                    [[name, *(f"{row[column]:.1e}" for row in rows)] for name, rows in results["shift"].items()])
+
+    names = [name for name in PRECISIONS if name != "float64"]
+    for name in tqdm(names, desc="difference by context length", leave=False, disable=None):
+        results["context"][name] = []
+        for T in args.context_lengths:
+            D = sum(change_by_shift(q[:, :T], k[:, :T], 16, name)[1].sum().item() for q, k in layers)
+            results["context"][name].append((T, D))
+    print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {source}",
+                ["precision", *(f"{T:,}" for T in args.context_lengths)],
+                [[name, *(f"{D:,.3g}" for _, D in row)] for name, row in results["context"].items()])
+
+    paper = "bfloat16 tables, too (the paper)"
+    rows = []
+    for i, (q, k) in enumerate(layers):
+        _, changed, mass = change_by_shift(q, k, 16, paper)
+        share, held = changed / changed.sum(), mass / mass.sum()
+        results["share"][f"layer {i}"] = (share.tolist(), held.tolist())
+        rows.append([f"layer {i}", f"{changed.sum().item():,.1f}", f"{share[0].item():.2%}", f"{held[0].item():.2%}",
+                     f"{2 / (longest + 1):.2%}", f"{share[0].item() / max(held[0].item(), 1e-12):.2f}"])
+    print_table(f"the first token's share of D; {paper}; {longest:,} tokens; {source}",
+                ["", "D", "of D", "of the weights", "fair share", "D / weights"], rows)
+
+    q, k = layers[0]
+    rows = []
+    for name, dtypes in PRECISIONS.items():
+        key = k[:, :1].to(dtypes[0]).double()
+        moved = [(rotate(key, torch.tensor([p]), *dtypes) - rotate(key, torch.tensor([p]), *PRECISIONS["float64"])).norm()
+                 / key.norm() for p in (0, 16, 4096)]
+        rows.append([name, *(f"{x.item():.1e}" for x in moved)])
+    print_table("relative error of the first token's rotated key: exact at position 0, where the anchor always is",
+                ["precision", "at 0 (anchor)", "at 16", "at 4,096"], rows)
+    return results
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Quality
+
+
+def definitions(documents):
+    """Each function or method of Python files as a document, and what stands before it: short ones, many to a row."""
+    return [d for document in documents for d in re.split(rb"\n(?= *(?:async )?def )", document) if d]
+
+
+def train_side_by_side(config, batch, steps, seed, look, dtype, learning_rate=1e-3):
+    """Trains one model of each attention kind from the same weights on the same batches, a step each in turn, so that a
+    noisy machine is noisy for all of them alike.
+
+    batch(step) -> (tokens, doc_ids, targets); look(model) -> what to report, eight times on the way.
+    -> {attention: ([(step, seconds of training, report), ...], model)}
+    """
+    runs = {}
+    for attention in ATTENTIONS:
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(attention=attention, **config))
+        runs[attention] = [], model, train.make_optimizer(model, 0.1)
+    seconds = dict.fromkeys(ATTENTIONS, 0.0)
+    schedule = dict(learning_rate=learning_rate, warmup_steps=steps // 20, steps=steps)
+    for step in tqdm(range(steps), desc=f"seed {seed}", leave=False, disable=None):
+        data = batch(step)
+        for attention, (history, model, optimizer) in runs.items():
+            began = time.perf_counter()
+            train.train_step(model, optimizer, [data], train.learning_rate_at(step, schedule), 1.0, dtype)
+            seconds[attention] += time.perf_counter() - began
+            if (step + 1) * 8 // steps > step * 8 // steps:
+                history.append((step + 1, seconds[attention], look(model)))
+    return {attention: (history, model) for attention, (history, model, _) in runs.items()}
+
+
+def at_time(history, seconds):
+    """The report, a number, of a run at a time: between two looks a straight line."""
+    _, times, reports = zip(*history)
+    return float(np.interp(seconds, times, reports))
+
+
+def recall_rate(model, context_length, depth, n_facts, dtype, n_rows=32):
+    """The share of the facts that the model recalls from documents that fill the context; a guess is right 1 time in 10."""
+    tokens, doc_ids, targets = recall_batch(context_length, n_rows, n_facts, (7, context_length), depth, packed=False)
+    with torch.no_grad(), train.autocast(model, dtype):
+        right = model(tokens, doc_ids)[0].argmax(dim=-1) == targets
+    return right[targets != NO_TARGET].double().mean().item()
+
+
+def spread(values, form="{:.3f}"):
+    """The mean of several seeds' values, and from the least to the largest."""
+    mean = form.format(sum(values) / len(values))
+    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))}-{form.format(max(values))})"
+
+
+def quality(args):
+    dtype = train.SETTINGS["dtype"][0]
+    T, results = args.context_length, {"language": {a: [] for a in ATTENTIONS}, "recall": {a: [] for a in ATTENTIONS}}
+    train_documents, held_out = split_documents(load_documents(args.data), 0.05, seed=0)
+    short, val = definitions(train_documents), PackedRows(definitions(held_out), T, seed=0)
+    val_batch = val.batch(0, min(32, val.rows_per_epoch))
+    config = dict(vocab_size=VOCAB_SIZE, context_length=T, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_hidden=688)
+    for seed in range(args.seeds) if args.steps else ():
+        rows = PackedRows(short, T, seed)
+        runs = train_side_by_side(config, lambda step: rows.batch(step, 1), args.steps, seed,
+                                  lambda model: train.evaluate(model, val_batch, 1, dtype)[0], dtype)
+        shortest_time = min(history[-1][1] for history, _ in runs.values())
+        for attention, (history, model) in runs.items():
+            model.config.context_length = 2 * T  # half of each of these documents is beyond the trained length
+            results["language"][attention].append({
+                "history": history, "at_equal_time": at_time(history, shortest_time),
+                "by_position": train.loss_by_position(model, held_out, dtype, max_documents=32)})
+    if args.steps:
+        table = results["language"]
+        print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "
+                    f"{args.seeds} seeds: mean (least-largest), nats a token",
+                    ["", "visible", "seconds", "held-out loss", "at equal time"],
+                    [[a, f"{visible_share(rows.batch(0, 64)[1], a):.1%}", spread([r["history"][-1][1] for r in runs], "{:.0f}"),
+                      spread([r["history"][-1][2] for r in runs]), spread([r["at_equal_time"] for r in runs])]
+                     for a, runs in table.items()])
+        ranges = [(first, last) for first, last, _ in table["full"][0]["by_position"]]
+        print_table("the same, by position in whole held-out files that are longer than twice the context",
+                    ["", *(f"{first:,}-{last:,}" for first, last in ranges)],
+                    [[a, *(spread([r["by_position"][i][2] for r in runs], "{:.2f}") for i in range(len(ranges)))]
+                     for a, runs in table.items()])
+
+    config = dict(vocab_size=VOCAB_SIZE, context_length=512, n_layer=2, n_head=2, n_kv_head=2, n_embd=128, n_hidden=344)
+    lengths, depths = (256, 512, 1024), (0.0, 0.5, 1.0)
+    for seed in range(args.seeds) if args.recall_steps else ():
+        runs = train_side_by_side(config, lambda step: recall_batch(512, 8, args.facts, (seed, step)), args.recall_steps, seed,
+                                  lambda model: recall_rate(model, 512, None, args.facts, dtype), dtype, 3e-3)
+        for attention, (history, model) in runs.items():
+            results["recall"][attention].append({"history": history, "rates": [
+                [recall_rate(model, n, depth, args.facts, dtype) for depth in depths] for n in lengths]})
+    if args.recall_steps:
+        looks = [step for step, _, _ in results["recall"]["full"][0]["history"]]
+        print_table(f"recall of {args.facts} fact(s) in 512 tokens, trained on packed rows of 512, by step",
+                    ["", *map(str, looks)],
+                    [[a, *(spread([r["history"][i][2] for r in runs], "{:.0%}") for i in range(len(looks)))]
+                     for a, runs in results["recall"].items()])
+        print_table("the same after the last step, by context length (512 is the trained one) and depth of the fact",
+                    ["", *(f"{n:,} at {depth:.0%}" for n in lengths for depth in depths)],
+                    [[a, *(spread([r["rates"][i][j] for r in runs], "{:.0%}") for i in range(len(lengths))
+                           for j in range(len(depths)))] for a, runs in results["recall"].items()])
+    return results
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({"figure.dpi": 110, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    return plt
+
+
+def plot_rope(results, folder):
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4))
+    for name, row in results["context"].items():
+        left.loglog(*zip(*results["error"][name]), label=name)
+        right.loglog(*zip(*row), marker="o", base=2)
+    left.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
+    right.set(xlabel="context length (tokens)", ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
+    right.set_yscale("log", base=10)
+    figure.legend(loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
+    figure.savefig(folder / "rope.png")
+
+
+def plot_speed(results, folder):
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4))
+    source = results[0]["source"]
+    for axis, kind in zip(axes, ("attention", "training step")):
+        rows = [r for r in results if r["kind"] == kind and r["source"] == source]
+        for case in dict.fromkeys(r["case"] for r in rows):
+            points = [(r["context_length"], r["seconds"]) for r in rows if r["case"] == case]
+            axis.loglog(*zip(*points), marker="o", label=case, base=2)
+        axis.set_yscale("log", base=10)
+        axis.set(xlabel="context length (tokens)", ylabel="time (s)", title=kind)
+        axis.legend(fontsize=8)
+    figure.suptitle(source, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(folder / "speed.png")
+
+
+def plot_quality(results, folder):
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4))
+    for axis, task, label in zip(axes, ("language", "recall"), ("held-out loss (nats a token)", "facts recalled (share)")):
+        for attention, runs in results[task].items():
+            for i, run in enumerate(runs):
+                steps, _, reports = zip(*run["history"])
+                axis.plot(steps, reports, color=f"C{ATTENTIONS.index(attention)}", label=None if i else attention)
+        axis.set(xlabel="step", ylabel=label, title=task)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "quality.png")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description="Measures the paper's claims; without a subcommand a quick version of all.")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    shared.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures there (needs matplotlib)")
+    shared.add_argument("--data", help="a folder, a .txt or a .jsonl; '' is the standard library")
+    parts = parser.add_subparsers(dest="part")
+    s = parts.add_parser("speed", parents=[shared], help="time and memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    s.add_argument("--context-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens a row")
+    s.add_argument("--mean-lengths", type=int, nargs="+", default=[600, 30, 6000], help="tokens a document, unless --data")
+    s.add_argument("--repeats", type=int, default=5, help="timed runs of each case")
+    s.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    s.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of attention alone")
+    s.add_argument("--mask-up-to", type=int, default=8192, help="longest context for the dense mask")
+    s.add_argument("--flex", action="store_true", help="FlexAttention, too, forward alone; compiling takes minutes on a CPU")
+    s.add_argument("--no-step", dest="step", action="store_false", help="leave the training step out")
+    s.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    r = parts.add_parser("rope", parents=[shared], help="precision", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    r.add_argument("--context-lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="tokens a row")
+    r.add_argument("--checkpoint", help="a checkpoint of train.py, instead of random q and k")
+    q = parts.add_parser("quality", parents=[shared], help="what each kind learns",
+                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    q.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    q.add_argument("--steps", type=int, default=500, help="of language modelling; 0 leaves it out")
+    q.add_argument("--context-length", type=int, default=2048, help="tokens a row of language modelling")
+    q.add_argument("--recall-steps", type=int, default=200, help="of the recall task; 0 leaves it out")
+    q.add_argument("--facts", type=int, default=1, help="facts a recall document; 1 is the passkey task")
+    parser.set_defaults(json=None, plot=None)
+    return parser
+
+
+def main(argv=None):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
+          + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""))
+    quick = {"speed": "--context-lengths 1024 8192 --mean-lengths 600 --repeats 3", "rope": "--context-lengths 128 512",
+             "quality": "--seeds 1 --steps 0 --recall-steps 100"}
+    results = {}
+    try:
+        for part, run, plot in (("speed", speed, plot_speed), ("rope", rope, plot_rope), ("quality", quality, plot_quality)):
+            if args.part in (None, part):
+                results[part] = run(args if args.part else parser.parse_args([part, *quick[part].split()]))
+                if args.plot:
+                    args.plot.mkdir(exist_ok=True)
+                    plot(results[part], args.plot)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.json:
+        args.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
