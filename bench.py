@@ -50,9 +50,9 @@ def print_table(title, header, rows):
 
 def log_normal_doc_ids(context_length, mean_length, seed):
     """doc_ids (1, T) of documents whose lengths are log-normal (sigma 1) with a mean of mean_length tokens."""
-    generator, lengths = np.random.default_rng(seed), []
-    while sum(lengths) < context_length - 1:
-        lengths.append(max(1, round(generator.lognormal(math.log(mean_length) - 0.5))))
+    lengths = np.random.default_rng(seed).lognormal(math.log(mean_length) - 0.5, size=context_length)
+    lengths = np.maximum(1, lengths.round().astype(int))
+    lengths = lengths[:np.searchsorted(lengths.cumsum(), context_length - 1) + 1]  # as many as fill the row
     doc_ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:context_length - 1]
     return torch.from_numpy(np.concatenate(([0], doc_ids)))[None]
 

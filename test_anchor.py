@@ -4,7 +4,7 @@
     python -m pytest -k visibility                     # one section
     ATTEND=my_file:my_function python -m pytest        # holds an attention of your own against every property
 
-Sections: rotation, visibility, equivalence, model, data, training, errors, CUDA. Hypothesis looks for the smallest row
+Sections: rotation, visibility, equivalence, model, data, training, bench, errors, CUDA. Hypothesis looks for the smallest row
 that breaks a property and prints it. With the variable CI set its examples are fixed; by hand it explores anew.
 """
 import dataclasses
@@ -1135,6 +1135,108 @@ def test_training_can_learn_a_tiny_corpus_by_heart(attention):
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Bench: a benchmark that measures the wrong thing is worse than none
+
+
+@given(st.integers(2, 300), st.sampled_from([3, 30, 600]), seeds)
+def test_bench_rows_are_packed_to_the_end(context_length, mean_length, seed):
+    doc_ids = bench.log_normal_doc_ids(context_length, mean_length, seed)
+    assert doc_ids.shape == (1, context_length) and doc_ids.dtype == torch.int64
+    assert set(doc_ids.diff().tolist()[0]) <= {0, 1} and doc_ids[0, :2].tolist() == [0, 1]
+
+
+def test_bench_document_lengths_have_the_mean_they_name():
+    for mean_length in (30, 600):
+        n_documents = int(bench.log_normal_doc_ids(2**20, mean_length, 0).max())
+        assert 2**20 / n_documents == pytest.approx(mean_length, rel=0.1)
+
+
+def test_bench_speed_table_counts_pairs_and_takes_ratios_in_one_run(tmp_path, capsys):
+    bench.main(["speed", "--context-lengths", "65", "--mean-lengths", "8", "--repeats", "2", "--no-memory", "--device", "cpu",
+                "--dtype", "float32", "--json", str(tmp_path / "x.json")])
+    rows = json.loads((tmp_path / "x.json").read_text())["speed"]
+    doc_ids = bench.log_normal_doc_ids(65, 8, 0)
+    assert [r["case"] for r in rows] == ["full", "intra_doc", "anchor", "anchor by mask", "full", "intra_doc", "anchor"]
+    full = {r["kind"]: r["seconds"] for r in rows if r["case"] == "full"}
+    for r in rows:
+        pairs = expected_mask(doc_ids, r["case"].split(" ")[0]).sum().item()
+        assert r["visible"] == pytest.approx(pairs / (65 * 66 / 2))
+        assert r["times_faster"] == pytest.approx(full[r["kind"]] / r["seconds"])
+        assert r["cost_per_visible_pair"] == pytest.approx(r["seconds"] / full[r["kind"]] / r["visible"])
+        assert r["tokens_per_second"] == pytest.approx(65 / r["seconds"])
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_bench_peak_memory_is_the_cases_own():
+    doc_ids = bench.log_normal_doc_ids(4096, 100, 0)
+    by_document, by_mask = (bench.peak_memory("attention", case, doc_ids, "cpu", torch.float32)
+                            for case in ("anchor", "anchor by mask"))
+    assert by_mask - by_document > 4096**2 / 2**20  # the mask alone has a byte a pair
+
+
+def test_bench_change_by_shift_is_the_papers_difference():
+    q, k = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits, changed, mass = bench.change_by_shift(q, k, 1000, "float64")
+    assert logits < 1e-12 and changed.sum() < 1e-10 and mass.sum().item() == pytest.approx(3 * 20)
+    logits, changed, _ = bench.change_by_shift(q, k, 16, "bfloat16 tables, too (the paper)")
+    def weights(shift):
+        tables = rope_cos_sin(torch.arange(20)[None] + shift, 8, dtype=torch.bfloat16)
+        turned_q, turned_k = (apply_rope(x[None].bfloat16(), *tables)[0].double() for x in (q, k))
+        return [[(turned_k[h, :i + 1] @ turned_q[h, i] / math.sqrt(8)).softmax(dim=0) for i in range(20)] for h in range(3)]
+    by_hand = torch.zeros(20, dtype=torch.float64)
+    for before, after in zip(weights(0), weights(16)):
+        for i in range(20):
+            by_hand[:i + 1] += (before[i] - after[i]).abs()
+    assert_close(changed, by_hand, 1e-12)
+    assert 1e-4 < logits < 1e-1
+
+
+def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
+    config = dict(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
+    one_document = PackedRows([b"abcdefgh" * 4], 16, 0)
+    runs = bench.train_side_by_side(config, lambda step: one_document.batch(step, 1), 8, 0, lambda model: model.norm.weight.sum()
+                                    .item(), "float32")
+    assert list(runs) == list(ATTENTIONS)
+    histories = {a: [(step, report) for step, _, report in history] for a, (history, _) in runs.items()}
+    assert [step for step, _ in histories["full"]] == list(range(1, 9))
+    assert_close(torch.tensor(histories["full"]), torch.tensor(histories["anchor"]), 1e-5)
+    assert histories["full"] != histories["intra_doc"]
+
+
+def test_bench_compares_at_equal_time():
+    assert bench.at_time([(1, 10.0, 4.0), (2, 20.0, 2.0)], 15.0) == 3.0
+
+
+@given(st.integers(1, 8), st.integers(0, 60), seeds, st.sampled_from([None, 0.0, 0.3, 1.0]))
+def test_bench_recall_documents_hold_each_fact_once_and_ask_for_it_once(n_facts, n_filler, seed, depth):
+    document, answers = data.recall_document(12 * n_facts + n_filler, n_facts, seed, depth)
+    facts, questions = (re.findall(rb"<([A-Z][A-Z])%s(\d)>" % sign, document) for sign in (b"=", rb"\?"))
+    assert len(document) == 12 * n_facts + n_filler and len(dict(facts)) == n_facts
+    assert sorted(facts) == sorted(questions)
+    assert [document[i:i + 1] for i in answers] == [value for _, value in questions]
+    if depth is not None:
+        assert document.index(b"<") == round(depth * n_filler)
+
+
+@pytest.mark.parametrize("make", [lambda: data.recall_document(11, 1, 0), lambda: data.recall_document(10**5, 677, 0)])
+def test_bench_recall_documents_that_cannot_be(make):
+    with pytest.raises(ValueError, match="at least 12 bytes a fact, and at most 676 facts"):
+        make()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@given(seed=seeds, n_facts=st.integers(1, 3))
+def test_bench_recall_rows_have_the_answers_as_only_targets(whole, seed, n_facts):
+    tokens, doc_ids, targets = data.recall_batch(160, 2, n_facts, seed, packed=not whole)
+    document_lengths(doc_ids)  # packed as a row should be
+    for row, ids, goals in zip(tokens.tolist(), doc_ids, targets.tolist()):
+        assert row[0] == BOS and (not whole or ids.max() == 1)
+        wanted = [t for t in range(159) if goals[t] != NO_TARGET]
+        assert len(wanted) == n_facts * ids.max() and goals[-1] == NO_TARGET
+        assert all(goals[t] == row[t + 1] and row[t] == ord("?") and chr(row[t + 1]).isdigit() for t in wanted)
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Errors: each names the value, what was expected and what to do
 
 
@@ -1224,8 +1326,9 @@ def test_errors_a_corpus_too_small():
         PackedRows([b"abc"], 1, 0)
     with pytest.raises(ValueError, match="1 document, too few to hold one out"):
         split_documents([b"a"], 0.5, 0)
-    with pytest.raises(ValueError, match="val_fraction is 1.0"):
-        split_documents([b"a", b"b"], 1.0, 0)
+    for val_fraction in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"val_fraction is {val_fraction}"):
+            split_documents([b"a", b"b"], val_fraction, 0)
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -1280,6 +1383,15 @@ class Intruder:
 
     def __reduce__(self):
         return os.mkdir, (str(self.folder),)
+
+
+def test_errors_a_checkpoint_of_another_model_size(corpus, tmp_path, capsys):
+    checkpoint = run(corpus, tmp_path)
+    checkpoint["settings"]["n_embd"] = 16
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit):
+        resume(tmp_path)
+    assert "weights are not those of its settings" in capsys.readouterr().err
 
 
 def test_errors_a_tampered_checkpoint_runs_no_code(corpus, tmp_path, capsys):

@@ -97,6 +97,15 @@ def load_checkpoint(path):
                          "or train anew without --resume") from None
 
 
+def restore(model, optimizer, checkpoint):
+    try:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the checkpoint's weights are not those of its settings ({error!r:.200}): put a good one in its "
+                         "place, or train anew without --resume") from None
+
+
 def set_aside(path):
     """Renames a file of an earlier run to the first free name like checkpoint-1.pt."""
     if path.exists():
@@ -201,6 +210,20 @@ def sample(model, prompt, settings, max_new_tokens=500):
     return decode(ids[:ids.index(EOS)] if EOS in ids else ids)
 
 
+def show(model, val_batch, val_documents, prompt, settings):
+    """Prints what a trained model knows; prompt None: it continues the beginning of a held-out document."""
+    dtype = settings["dtype"]
+    val_loss, bits = evaluate(model, val_batch, settings["batch_size"], dtype)
+    print(f"\nvalidation loss {val_loss:.3f} nats a token, {bits:.3f} bits a byte")
+    by_position = loss_by_position(model, val_documents, dtype)
+    if by_position:
+        print("\nloss by position in long held-out documents (falling: the model uses its context)")
+    for first, last, nats in by_position:
+        print(f"{first:>7,} - {last:<7,} {nats:.3f} " + "█" * round(15 * nats))
+    prompt = val_documents[0][:32] if prompt is None else prompt
+    print(f"\nsample, continuing {decode(encode(prompt))!r}\n\n{sample(model, prompt, settings)}\n")
+
+
 # ----------------------------------------------------------------------------------------------------------------
 
 
@@ -252,8 +275,7 @@ def main(argv=None):
         optimizer = make_optimizer(model, S.weight_decay)
         start = 0
         if checkpoint:
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            restore(model, optimizer, checkpoint)
             start = checkpoint["step"]
             if args.prompt is not None:
                 print(sample(model, args.prompt, settings))
@@ -344,15 +366,8 @@ def main(argv=None):
     for s, handler in handlers.items():
         signal.signal(s, handler)
 
-    val_loss, bits = evaluate(model, val_batch, S.batch_size, S.dtype)
-    print(f"\nvalidation loss {val_loss:.3f} nats a token, {bits:.3f} bits a byte")
-    by_position = loss_by_position(model, val_documents, S.dtype)
-    if by_position:
-        print("\nloss by position in long held-out documents (falling: the model uses its context)")
-        for first, last, nats in by_position:
-            print(f"{first:>7,} - {last:<7,} {nats:.3f} " + "█" * round(15 * nats))
-    prompt = args.prompt if args.prompt is not None else val_documents[0][:32]
-    print(f"\nsample, continuing {decode(encode(prompt))!r}\n\n{sample(model, prompt, settings)}\n\ncheckpoint: {checkpoint_path}")
+    show(model, val_batch, val_documents, args.prompt, settings)
+    print(f"checkpoint: {checkpoint_path}")
 
 
 if __name__ == "__main__":
