@@ -632,6 +632,8 @@ def test_model_loss_is_the_mean_over_targets_in_float32():
     log_p = logits.double().log_softmax(dim=-1)
     picked = [-log_p[b, t, targets[b, t]] for b in range(2) for t in range(9) if targets[b, t] != NO_TARGET]
     assert_close(loss, sum(picked) / len(picked), 1e-5)
+    targets[:, 1:] = targets[1] = NO_TARGET
+    assert_close(model(tokens, None, targets)[1], picked[0], 1e-5)
 
 
 def test_model_starts_as_nanogpt_does():
@@ -676,8 +678,10 @@ def test_model_samples_only_the_top_k_and_follows_the_temperature():
     drawn = model.generate(prompts.repeat(100, 1), 1, temperature=9.0, top_k=3)[:, -1].view(100, 2)
     assert [set(x.tolist()) for x in drawn.T] == [set(x.tolist()) for x in logits.topk(3).indices]
     for how, temperature in ((dict(temperature=2.0), 2.0), ({}, 1.0)):
-        drawn = model.generate(prompts[:1].expand(4000, 2), 1, **how)[:, -1]
-        assert_close(torch.bincount(drawn, minlength=13) / 4000, (logits[0] / temperature).softmax(dim=-1), 0.03)
+        tokens = model.generate(prompts[:1].expand(4000, 2), 1, **how)
+        assert tokens.shape == (4000, 3)
+        assert_close(torch.bincount(tokens[:, -1], minlength=13) / 4000, (logits[0] / temperature).softmax(dim=-1), 0.03)
+    assert torch.equal(model.generate(prompts, 3, top_k=1), model.generate(prompts, 3, temperature=0))
 
 
 def test_model_figure_shows_the_four_kinds():
@@ -1280,7 +1284,8 @@ def test_errors_odd_head_size_in_the_tables():
     (torch.tensor([0, 1, 1]), r"\(3,\).*doc_ids\[None\]"), (torch.tensor([[0, 1]]).int(), "int32"),
     (torch.tensor([[0.0, 1.0]]), "float32"), (torch.zeros(1, 0, dtype=torch.int64), "non-empty"),
     (torch.tensor([[0, 1], [1, 1]]), r"row 1 is \[1, 1\].*expected 0 for the anchor"),
-    (torch.tensor([[0, 1, 0]]), r"row 0 is \[0, 1, 0\]"), (torch.tensor([[0, 1, -1]]), r"row 0 is \[0, 1, -1\]")])
+    (torch.tensor([[0, 1, 1], [0, 1, 0]]), r"row 1 is \[0, 1, 0\]"), (torch.tensor([[0, 0, 1]]), r"row 0 is \[0, 0, 1\]"),
+    (torch.tensor([[0, 1, -1]]), r"row 0 is \[0, 1, -1\]")])
 def test_errors_doc_ids_of_another_form(doc_ids, says):
     for call in (lambda: attention_mask(doc_ids, "anchor"), lambda: position_ids(doc_ids, "anchor"),
                  lambda: document_lengths(doc_ids), lambda: visible_pairs(doc_ids, "anchor")):
