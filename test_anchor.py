@@ -676,7 +676,10 @@ def test_model_samples_only_the_top_k_and_follows_the_temperature():
     logits = model(prompts)[0][:, -1]
     torch.manual_seed(0)
     drawn = model.generate(prompts.repeat(100, 1), 1, temperature=9.0, top_k=3)[:, -1].view(100, 2)
-    assert [set(x.tolist()) for x in drawn.T] == [set(x.tolist()) for x in logits.topk(3).indices]
+    top = [set(x.tolist()) for x in logits.topk(3).indices]
+    assert [set(x.tolist()) for x in drawn.T] == top
+    assert {int(model.generate(prompts[:1], 1, temperature=9.0, top_k=3)[0, -1]) for _ in range(50)} == top[0]
+    assert model.generate(prompts, 1, top_k=14).shape == (2, 3)  # more than there are
     for how, temperature in ((dict(temperature=2.0), 2.0), ({}, 1.0)):
         tokens = model.generate(prompts[:1].expand(4000, 2), 1, **how)
         assert tokens.shape == (4000, 3)
@@ -912,6 +915,7 @@ def test_training_killed_outright_goes_on_from_the_last_checkpoint(corpus, tmp_p
 
 def test_training_resumes_into_nothing_by_starting(corpus, tmp_path, capsys):
     whole = run(corpus, tmp_path / "whole")
+    assert "starts at step 0" not in capsys.readouterr().out
     train.main([*TINY, "--data", str(corpus), "--out", str(tmp_path / "new"), "--resume"])
     assert same(checkpoint_of(tmp_path / "new")["model"], whole["model"])
     assert "starts at step 0" in capsys.readouterr().out
@@ -1089,6 +1093,7 @@ def test_training_clips_and_decays_only_matrices():
     model = tiny_model(vocab_size=258)
     decay, no_decay = train.make_optimizer(model, 0.1).param_groups
     assert decay["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decay["params"])
+    assert decay["betas"] == no_decay["betas"] == (0.9, 0.95)
     assert no_decay["weight_decay"] == 0 and all(p.ndim == 1 for p in no_decay["params"])
     assert len(decay["params"]) + len(no_decay["params"]) == len(list(model.parameters()))
     before = [p.clone() for p in model.parameters()]
