@@ -4,12 +4,12 @@ The paper is *When Precision Meets Position: BFloat16 Breaks Down RoPE in Long-C
 TMLR 2025, arXiv 2411.13476). Read from top to bottom this file is the paper:
 
   1. who sees whom    a row is [anchor, document 1, document 2, ...]; four kinds of attention over it
-  2. positions        position ids and RoPE, computed so that bfloat16 cannot spoil them
+  2. positions        position ids and RoPE, its angles and tables never in bfloat16
   3. attention        the same attention in two ways: by mask (the definition) and by document (fast)
   4. the model        pre-RMSNorm, grouped-query attention with RoPE, SwiGLU, tied embeddings
 
 Notable: the only attention kernel is PyTorch's scaled_dot_product_attention; there are no buffers, so
-`model.bfloat16()` rounds the weights and nothing else; by document, nothing of size T x T is ever built.
+`model.bfloat16()` finds no rotation table to round; by document, nothing of size T x T is ever built.
 
 Run it, `python anchor_gpt.py`, to see the four kinds drawn.
 
@@ -19,6 +19,7 @@ vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, 
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -39,10 +40,12 @@ def check_doc_ids(doc_ids):
     if doc_ids.ndim != 2 or doc_ids.dtype != torch.int64 or doc_ids.numel() == 0:
         raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} {doc_ids.dtype}, expected a non-empty (B, T) torch.int64: "
                          "for a single row pass doc_ids[None]")
-    if (doc_ids[:, 0] != 0).any() or (doc_ids[:, 1:] < 1).any():
-        b = int(((doc_ids[:, 0] != 0) | (doc_ids[:, 1:] < 1).any(dim=1)).nonzero()[0])
-        raise ValueError(f"doc_ids of row {b} is {doc_ids[b, :8].tolist()}...: expected 0 for the anchor at index 0 and "
-                         "there alone, and 1, 2, 3, ... for the documents behind it; put the BOS token in front")
+    wrong = doc_ids < 1
+    wrong[:, 0] = doc_ids[:, 0] != 0
+    if wrong.any():
+        b, t = wrong.nonzero()[0].tolist()
+        raise ValueError(f"doc_ids[{b}, {t}] is {int(doc_ids[b, t])}: expected 0 at index 0, for the anchor (the BOS token in "
+                         "front of the row), and 1, 2, 3, ... for the documents behind it")
 
 
 def attention_mask(doc_ids, attention):
@@ -85,7 +88,7 @@ def document_lengths(doc_ids):
 
 
 def visible_pairs(doc_ids, attention):
-    """How many (query, key) pairs are visible: what attention by document computes, and what full would.
+    """How many (query, key) pairs are visible in each row; divided by that of `full`, the share of the work that is left.
 
     doc_ids (B, T) int64 -> int64 (B,); a document of n tokens has n (n + 1) / 2 causal pairs.
     ValueError: an unknown kind, and as document_lengths.
@@ -136,13 +139,12 @@ def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
     """The tables of RoPE: cos and sin of position * theta^(-2i / head_dim) for i = 0 ... head_dim/2 - 1.
 
     position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64: in float32 they
-    are off by 0.005 at position 131,072, and as a float32 matmul autocast would compute them in bfloat16, where
-    positions above 256 collapse onto each other.
+    are off by up to 0.005 radians below position 131,072, and as a float32 matmul autocast would compute them in
+    bfloat16, where positions above 256 collapse onto each other.
     ValueError: an odd head_dim.
     """
     if head_dim % 2:
-        raise ValueError(f"head size {head_dim} is odd: RoPE rotates pairs, choose n_embd and n_head so that "
-                         "n_embd / n_head is even")
+        raise ValueError(f"head_dim is {head_dim}, expected an even number: RoPE rotates pairs")
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=position_ids.device) / head_dim
     angles = position_ids[:, None, :, None].double() * theta**-exponent  # (B, 1, T, D/2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -153,7 +155,8 @@ def apply_rope(x, cos, sin):
     Face form).
 
     x (B, H, T, D), cos and sin (B, 1, T, D // 2) -> (B, H, T, D) of x's dtype. Computed in the promoted dtype of x and
-    cos: with bfloat16 x, bfloat16 tables are the paper's failing case and float32 tables the sound one.
+    cos, then rounded to x's. With bfloat16 x, bfloat16 tables are the paper's failing case; float32 tables remove their
+    share of the error, but the result is still rounded to 8 bits (`bench.py rope` shows both).
     """
     x1, x2 = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -166,12 +169,12 @@ def apply_rope(x, cos, sin):
 def attend_by_mask(q, k, v, doc_ids, attention, mask=None):
     """Attention by one dense mask: the definition, quadratic in T, what attend_by_document is tested against.
 
-    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D).
+    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D). doc_ids on any device.
     mask: attention_mask(doc_ids, attention), where the caller has it already.
     ValueError: as attention_mask.
     """
     if mask is None:
-        mask = attention_mask(doc_ids, attention)
+        mask = attention_mask(doc_ids.to(q.device), attention)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
 
 
@@ -179,10 +182,12 @@ def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
     """Attention as independent causal blocks, one a document: the values and gradients of attend_by_mask, but the
     work falls from T^2 to the sum of the documents' n^2, and nothing of size T x T exists.
 
-    The anchor makes this possible: a token that sees only itself, at position 0, has the same key and value wherever
-    it is copied. So each document gets a copy of its own in front, and [anchor; document] is plain causal attention.
+    In `anchor`, the queries of a document see the anchor and their document up to themselves: plain causal attention
+    over [anchor; document]. So each document gets a copy of the anchor's q, k and v in front; the query only because
+    is_causal wants as many queries as keys. (And since the anchor sees only itself, at position 0, in every layer, its k
+    and v are those it would have in front of the document alone.)
 
-    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D).
+    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D). doc_ids on any device.
     lengths: document_lengths(doc_ids), where the caller has it already.
     ValueError: an unknown kind, and as document_lengths.
     """
@@ -200,7 +205,7 @@ def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
     for *qkv, row_lengths in zip(q.split(1), k.split(1), v.split(1), lengths):
         anchor, *docs = zip(*(x.split(row_lengths, dim=2) for x in qkv))  # q, k, v of each: (1, H or H_kv, n, D)
         if attention == "anchor":
-            # Dropped is the output of the copy: the anchor's own is the same in every document.
+            # The first output row, the copied anchor's, is dropped: it is the same in every document.
             blocks = [causal(*(torch.cat(pair, dim=2) for pair in zip(anchor, doc)))[:, :, 1:] for doc in docs]
         else:
             blocks = [causal(*doc) for doc in docs]
@@ -254,14 +259,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.head_dim, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, cos, sin, doc_ids, layout):
+    def forward(self, x, cos, sin, attend):
+        """x (B, T, C), cos and sin (B, 1, T, D/2), attend(q, k, v) -> (B, T, C)."""
         B, T, C = x.shape
         H, H_kv = self.config.n_head, self.config.n_kv_head
         heads = self.qkv(x).view(B, T, H + 2 * H_kv, self.head_dim).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
         qk, v = heads.split((H + H_kv, H_kv), dim=1)
         q, k = apply_rope(qk, cos, sin).split((H, H_kv), dim=1)
-        attend = attend_by_document if self.config.attend == "document" else attend_by_mask
-        y = attend(q, k, v, doc_ids, self.config.attention, layout)  # (B, H, T, D)
+        y = attend(q, k, v)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -284,8 +289,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, doc_ids, layout):
-        x = x + self.attention(self.attention_norm(x), cos, sin, doc_ids, layout)
+    def forward(self, x, cos, sin, attend):
+        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -306,7 +311,7 @@ class GPT(nn.Module):
     def forward(self, tokens, doc_ids=None, targets=None):
         """tokens (B, T) int64, each row an anchor and its documents -> logits (B, T, V), and the loss or None.
 
-        doc_ids (B, T) int64, on the CPU or tokens' device (on the CPU no kernel has to wait for it); None means one
+        doc_ids (B, T) int64, on any device (read on the CPU: from CUDA that waits for the device); None means one
         document a row after its anchor. targets (B, T) int64: the loss is the mean cross-entropy in nats, in float32,
         over the targets other than -100 (0 where there is none).
         ValueError: tokens or doc_ids of another shape, and as document_lengths (by document) or attention_mask (by mask).
@@ -323,14 +328,18 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # (B, T, C)
 
         # Who sees whom is the same in every layer, and so are the rotation tables: each is worked out once.
-        layout = (document_lengths(doc_ids) if config.attend == "document"
-                  else attention_mask(doc_ids, config.attention).to(tokens.device))
+        if config.attend == "document":
+            attend = partial(attend_by_document, doc_ids=doc_ids, attention=config.attention,
+                             lengths=document_lengths(doc_ids))
+        else:
+            attend = partial(attend_by_mask, doc_ids=doc_ids, attention=config.attention,
+                             mask=attention_mask(doc_ids.to(tokens.device), config.attention))
         positions = position_ids(doc_ids, config.attention).to(tokens.device)
         cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta,
                                 torch.promote_types(x.dtype, torch.float32))  # never below float32
 
         for block in self.blocks:
-            x = block(x, cos, sin, doc_ids, layout)
+            x = block(x, cos, sin, attend)
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None

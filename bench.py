@@ -6,15 +6,14 @@
     python bench.py quality               # AnchorAttention trains a better long-context model: what each kind learns
     python bench.py rope --checkpoint out/checkpoint.pt --plot assets
 
-Every time is the median of runs that take turns (A B C A B C ...) after a warm-up, and every ratio is taken within one
-such run, since machines are noisy. Peak memory is CUDA's counter, or on a CPU the peak of a process of its own.
+Every time is the median of runs that take turns (A B C A B C ...) after a warm-up, and every ratio is of two
+medians of the same series, since machines are noisy. Peak memory is CUDA's counter, or on a CPU the peak of a process of its own.
 """
 import argparse
 import json
 import math
 import multiprocessing
 import re
-import resource
 import statistics
 import sys
 import time
@@ -60,7 +59,7 @@ def log_normal_doc_ids(context_length, mean_length, seed):
 def doc_ids_for(context_length, mean_length, data):
     """A row's doc_ids: from a corpus (data: a path) where mean_length is None, else log-normal."""
     if mean_length is None:
-        return PackedRows(load_documents(data), context_length, seed=0).batch(0, 1)[1]
+        return PackedRows(load_documents(data or None), context_length, seed=0).batch(0, 1)[1]
     return log_normal_doc_ids(context_length, mean_length, seed=0)
 
 
@@ -72,8 +71,8 @@ def flex_attention(q, k, v, doc_ids, attention):
     if key not in flex_attention_state:  # mask and kernel are made once a row, outside of what is timed
         mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((ids[i] == ids[j]) | (j == 0)), 1, None, len(ids), len(ids),
                                  device=q.device)
-        flex_attention_state[key] = mask, torch.compile(flex_attention, dynamic=False)
-    mask, kernel = flex_attention_state[key]
+        flex_attention_state[key] = doc_ids, mask, torch.compile(flex_attention, dynamic=False)  # keeps doc_ids, and its key
+    _, mask, kernel = flex_attention_state[key]
     return kernel(q, k, v, block_mask=mask)
 
 
@@ -151,6 +150,7 @@ def peak_of_this_process(kind, case, doc_ids, device, dtype):
     run()
     if sys.platform == "linux":  # where ru_maxrss also counts the process that started this one
         return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
+    import resource  # Unix alone has it
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -269,7 +269,7 @@ def model_qk(checkpoint, context_length, data):
     config = GPTConfig(vocab_size=VOCAB_SIZE, attention="full", **{name: saved["settings"][name] for name in names})
     model = GPT(config)
     model.load_state_dict(saved["model"])
-    _, held_out = split_documents(load_documents(data), saved["settings"]["val_fraction"], seed=0)
+    _, held_out = split_documents(load_documents(data or None), saved["settings"]["val_fraction"], seed=0)
     document = max(held_out, key=len)
     if len(document) < context_length:
         raise ValueError(f"the longest held-out document has {len(document)} bytes, expected {context_length}: "
@@ -405,7 +405,7 @@ def spread(values, form="{:.3f}"):
 def quality(args):
     dtype = train.SETTINGS["dtype"][0]
     T, results = args.context_length, {"language": {a: [] for a in ATTENTIONS}, "recall": {a: [] for a in ATTENTIONS}}
-    train_documents, held_out = split_documents(load_documents(args.data), 0.05, seed=0)
+    train_documents, held_out = split_documents(load_documents(args.data or None), 0.05, seed=0)
     short, val = definitions(train_documents), PackedRows(definitions(held_out), T, seed=0)
     val_batch = val.batch(0, min(32, val.rows_per_epoch))
     config = dict(vocab_size=VOCAB_SIZE, context_length=T, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_hidden=688)
@@ -563,7 +563,7 @@ def main(argv=None):
                 if args.plot:
                     args.plot.mkdir(exist_ok=True)
                     plot(results[part], args.plot)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.json:
         args.json.write_text(json.dumps(results))

@@ -61,11 +61,12 @@ def read_jsonl(path):
 def load_documents(path=None):
     """The documents of a corpus, as a list of bytes; empty ones are left out.
 
-    path: None, the source files of the Python standard library that runs this program; a folder, each text file in it
-    or below it one document; a .jsonl file, one {"text": ...} a line; any other text file, in which the separator
-    <|endoftext|> may stand between documents. A file with a NUL byte is no text; one that cannot be read is left out
-    with a warning.
-    ValueError: a path that does not exist or holds no text; a .jsonl line without a text.
+    path: None, the source files of the Python standard library that runs this program; a folder, each file in it or
+    below it one document, whatever its ending (hidden ones and installed packages are left out, and with a warning
+    those that cannot be read); a .jsonl file, one {"text": ...} a line; any other file, in which the separator
+    <|endoftext|> may stand between documents. A document with a NUL byte is no text and left out.
+    ValueError: a path that does not exist or holds no text; a .jsonl line without a text. OSError: a file, named as
+    path, that cannot be read.
     """
     source = Path(path if path is not None else sysconfig.get_path("stdlib"))
     if not source.exists():
@@ -93,7 +94,7 @@ def load_documents(path=None):
 def split_documents(documents, val_fraction, seed):
     """Holds out whole documents for validation -> (train, val), two lists; at least one document in each.
 
-    val_fraction: the share of the documents to hold out, between 0 and 1. ValueError: fewer than two documents.
+    val_fraction: the share of the documents to hold out, between 0 and 1. ValueError: another val_fraction, or fewer than two documents.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, expected a number between 0 and 1")
@@ -123,19 +124,13 @@ class PackedRows:
             raise ValueError(f"seed is {seed}, expected 0 or more")
         if context_length < 2:
             raise ValueError(f"context_length is {context_length}, expected at least 2: the anchor and one token")
-        self.context_length, self.seed = context_length, seed
+        self.documents, self.context_length, self.seed = documents, context_length, seed
         self.lengths = np.array([len(d) + 1 for d in documents], dtype=np.int64)  # with EOS
-        ends = self.lengths.cumsum()
-        self.starts = ends - self.lengths
         self.n_tokens = int(self.lengths.sum())
         self.rows_per_epoch = self.n_tokens // (context_length - 1)
         if self.rows_per_epoch == 0:
             raise ValueError(f"{len(documents)} documents have {self.n_tokens} tokens, too few to fill one row of "
                              f"{context_length}: add documents, lower the context length or hold out another share")
-        self.tokens = np.full(self.n_tokens, EOS, dtype=np.uint16)  # the documents one after the other, as given
-        is_byte = np.ones(self.n_tokens, dtype=bool)
-        is_byte[ends - 1] = False
-        self.tokens[is_byte] = np.frombuffer(b"".join(documents), dtype=np.uint8)
         self.latest = None  # the latest epoch and its shuffle(): a memory of a pure function
 
     def shuffle(self, epoch):
@@ -150,20 +145,21 @@ class PackedRows:
     def row(self, i):
         """Row i of an endless supply -> tokens, doc_ids, targets, each (T,) int64: a pure function of (documents, seed, i).
 
-        targets: the next token where it is in the same document, or is the first after the anchor; else -100.
+        targets: the next token of the row where it is in the same document, or is the first after the anchor; else
+        -100, as for the row's last token, even where its document goes on in the next row.
         """
         epoch, i = divmod(i, self.rows_per_epoch)
         order, ends, _ = self.shuffle(epoch)
         start = i * (self.context_length - 1)
         stop = start + self.context_length - 1
         here = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop) + 1)
-        order, ends = order[here], ends[here]  # the documents that have a token in this row
-        begins = ends - self.lengths[order]
-        counts = np.minimum(ends, stop) - np.maximum(begins, start)
-        where = np.arange(start, stop) + np.repeat(self.starts[order] - begins, counts)
-
-        tokens = np.concatenate(([BOS], self.tokens[where]), dtype=np.int64)
-        doc_ids = np.repeat(np.arange(len(order) + 1), np.concatenate(([1], counts)))
+        pieces = [np.array([BOS])]
+        for document, end in zip(order[here], ends[here]):  # those with a token in this row
+            begin = end - self.lengths[document]
+            piece = np.frombuffer(self.documents[document], dtype=np.uint8)[max(start - begin, 0):stop - begin]
+            pieces.append(np.append(piece, EOS) if end <= stop else piece)
+        tokens = np.concatenate(pieces, dtype=np.int64)
+        doc_ids = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         targets = np.full_like(tokens, NO_TARGET)
         continues = doc_ids[1:] == doc_ids[:-1]
         continues[0] = True  # the anchor predicts the row's first token
@@ -171,8 +167,9 @@ class PackedRows:
         return torch.from_numpy(tokens), torch.from_numpy(doc_ids), torch.from_numpy(targets)
 
     def batch(self, i, n):
-        """n rows -> tokens, doc_ids, targets, each (n, T) int64: numbers i ... i + n - 1 of the rows in a shuffled order,
-        an epoch after the other. Neighbours in the stream are pieces of one document, too alike to learn from at once.
+        """n rows for training -> tokens, doc_ids, targets, each (n, T) int64: from number i on in the shuffled order of
+        each epoch's rows, so batch(i, 1) is not row(i). Neighbours in the stream are pieces of one document, too alike to
+        learn from at once.
         """
         rows = []
         for j in range(i, i + n):
@@ -267,5 +264,5 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")
     try:
         print(describe(load_documents(args.path), args.context_length))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))

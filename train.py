@@ -5,7 +5,7 @@
     python train.py --resume                         # go on after Ctrl-C, kill -9 or a power cut, exactly
     python train.py --resume --prompt "import os"    # only load the checkpoint and continue a text
 
-Notable: row i of the data is a pure function of (documents, seed, i) and nothing in the model is random, so weights,
+Notable: a batch of the data is a pure function of (documents, seed, number) and nothing in the model is random, so weights,
 optimizer state and step number are all there is to resume from: on a CPU the resumed run is bit-identical.
 """
 import argparse
@@ -27,7 +27,7 @@ from anchor_gpt import ATTENTIONS, GPT, GPTConfig
 from data import (BOS, EOS, NO_TARGET, VOCAB_SIZE, PackedRows, decode, encode, load_documents, split_documents,
                   visible_share)
 
-NATIVE_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # elsewhere a CPU is slower in bfloat16 than in float32
+NATIVE_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # without these instructions a CPU stays in float32
 
 SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (default on a CPU, on CUDA, help)
     "attention": ("anchor", "anchor", f"attention kind: {', '.join(ATTENTIONS)}"),
@@ -37,7 +37,7 @@ SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (defa
     "context_length": (1024, 8192, "tokens a row, the anchor included"),
     "batch_size": (2, 2, "rows a micro-batch"),
     "grad_accumulation": (1, 4, "micro-batches an optimizer step"),
-    "steps": (1000, 2000, "optimizer steps"),
+    "steps": (1000, 2000, "optimizer steps; the cosine ends at the last, so --resume with more makes the rate jump"),
     "learning_rate": (1e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
     "warmup_steps": (50, 100, "steps of linear warm-up"),
     "weight_decay": (0.1, 0.1, "weight decay of the matrices"),
@@ -71,7 +71,7 @@ def make_parser():
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# The run's folder: nothing in it is ever overwritten before its successor is complete
+# The run's folder: no checkpoint is ever overwritten before its successor is complete
 
 
 def save_checkpoint(path, **state):
@@ -299,8 +299,8 @@ def main(argv=None):
     share = visible_share(rows.batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
     print(f"device         {args.device}, {S.dtype}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
           f"model          {sum(p.numel() for p in model.parameters()):,} parameters, context length {S.context_length:,}\n"
-          f"attention      {S.attention}, by {S.attend}: {share:.1%} of the causal pairs are visible, "
-          f"{1 - share:.1%} are saved\n"
+          f"attention      {S.attention}, by {S.attend}: {share:.1%} of the causal pairs are visible"
+          f"{f', {1 - share:.1%} are not computed' if S.attend == 'document' else ''}\n"
           f"corpus         {S.data or 'the Python standard library'}: {len(train_documents):,} documents to train on "
           f"({rows.n_tokens:,} tokens), {len(val_documents):,} held out ({val_rows.n_tokens:,} tokens)\n"
           f"step           {rows_per_step} rows, {tokens_per_step:,} tokens; {S.steps} steps are "
