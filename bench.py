@@ -415,10 +415,10 @@ def quality(args):
                                   lambda model: train.evaluate(model, val_batch, 1, dtype)[0], dtype)
         shortest_time = min(history[-1][1] for history, _ in runs.values())
         for attention, (history, model) in runs.items():
-            model.config.context_length = 2 * T  # half of each of these documents is beyond the trained length
             results["language"][attention].append({
                 "history": history, "at_equal_time": at_time(history, shortest_time),
-                "by_position": train.loss_by_position(model, held_out, dtype, max_documents=32)})
+                # half of each of these documents is beyond the trained length
+                "by_position": train.loss_by_position(model, held_out, 2 * T, dtype, max_documents=32)})
     if args.steps:
         table = results["language"]
         print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "

@@ -1118,17 +1118,17 @@ def test_training_evaluates_as_the_definition_says():
 
 
 def test_training_loss_by_position_is_of_documents_that_fill_the_context():
-    model = tiny_model(vocab_size=258, dtype=torch.float32, context_length=40)
+    model = tiny_model(vocab_size=258, dtype=torch.float32)
     long = bytes(range(39)), bytes(range(50, 95))
     losses = []
     for document in long:
         tokens = torch.tensor([[BOS, *document[:39]]])
         losses.append(F.cross_entropy(model(tokens)[0][0, :-1], tokens[0, 1:], reduction="none"))
     for n, mean in ((1, losses[0]), (2, (losses[0] + losses[1]) / 2)):
-        table = train.loss_by_position(model, [b"short", long[0], long[0][:38], long[1]], "float32", max_documents=n)
+        table = train.loss_by_position(model, [b"short", long[0], long[0][:38], long[1]], 40, "float32", max_documents=n)
         assert [(a, b) for a, b, _ in table] == [(0, 15), (16, 31), (32, 38)]
         assert [x for _, _, x in table] == pytest.approx([mean[a:b].mean().item() for a, b in ((0, 16), (16, 32), (32, 39))])
-    assert train.loss_by_position(model, [b"short"], "float32") == []
+    assert train.loss_by_position(model, [b"short"], 40, "float32") == []
 
 
 @every_kind

@@ -185,19 +185,18 @@ def evaluate(model, batch, batch_size, dtype):
     return nats / (targets != NO_TARGET).sum().item(), nats / math.log(2) / ((targets >= 0) & (targets < BOS)).sum().item()
 
 
-def loss_by_position(model, documents, dtype, max_documents=64):
+def loss_by_position(model, documents, context_length, dtype, max_documents=64):
     """-> [(first, last, nats a token), ...] for position ranges that double, over documents that fill the context."""
-    T = model.config.context_length
-    long = [d for d in documents if len(d) >= T - 1][:max_documents]
+    long = [d for d in documents if len(d) >= context_length - 1][:max_documents]
     if not long:
         return []
     losses = []
     for document in long:
-        tokens = torch.tensor([[BOS] + encode(document[:T - 1])])
+        tokens = torch.tensor([[BOS] + encode(document[:context_length - 1])])
         targets = F.pad(tokens[:, 1:], (0, 1), value=NO_TARGET)
         losses.append(token_losses(model, tokens, None, targets, dtype))
     mean = torch.cat(losses).mean(dim=0)[:-1]  # (T - 1,): the row's last token has no target
-    edges = [0] + [2**i for i in range(4, 64) if 2**i < T - 1] + [T - 1]
+    edges = [0] + [2**i for i in range(4, 64) if 2**i < context_length - 1] + [context_length - 1]
     return [(a, b - 1, mean[a:b].mean().item()) for a, b in zip(edges, edges[1:])]
 
 
@@ -215,7 +214,7 @@ def show(model, val_batch, val_documents, prompt, settings):
     dtype = settings["dtype"]
     val_loss, bits = evaluate(model, val_batch, settings["batch_size"], dtype)
     print(f"\nvalidation loss {val_loss:.3f} nats a token, {bits:.3f} bits a byte")
-    by_position = loss_by_position(model, val_documents, dtype)
+    by_position = loss_by_position(model, val_documents, settings["context_length"], dtype)
     if by_position:
         print("\nloss by position in long held-out documents (falling: the model uses its context)")
     for first, last, nats in by_position:
