@@ -898,6 +898,7 @@ def test_training_interrupted_and_resumed_is_bit_identical(corpus, tmp_path, mon
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
 
 
+@pytest.mark.skipif("ATTEND" in os.environ, reason="the process that is killed has our attention")
 def test_training_killed_outright_goes_on_from_the_last_checkpoint(corpus, tmp_path):
     whole = run(corpus, tmp_path / "whole", "--steps", "400", "--eval-interval", "5", "--n-embd", "16")
     command = [sys.executable, train.__file__, *TINY, "--data", str(corpus), "--out", str(tmp_path / "parts"), "--prompt",
