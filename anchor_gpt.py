@@ -24,6 +24,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------
 # 1. Who sees whom
@@ -231,6 +232,7 @@ class GPTConfig:
     attention: str = "anchor"
     attend: str = "document"  # or "mask"
     context_length: int = 1024  # the T it is trained on; forward takes any T, generate stays within this one
+    checkpoint_activations: bool = False  # keep only the input of each block, and compute the rest again in the backward
 
     def __post_init__(self):
         check_attention(self.attention)
@@ -339,7 +341,10 @@ class GPT(nn.Module):
                                 torch.promote_types(x.dtype, torch.float32))  # never below float32
 
         for block in self.blocks:
-            x = block(x, cos, sin, attend)
+            if config.checkpoint_activations:
+                x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, attend)
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None

@@ -19,10 +19,13 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
 
 import anchor_gpt
@@ -78,11 +81,30 @@ def flex_attention(q, k, v, doc_ids, attention):
 
 flex_attention_state = {}
 
+
+def varlen_attention(q, k, v, doc_ids, attention):
+    """Anchor attention in one call of PyTorch's variable-length kernel (CUDA, 16 bit), on a row with its copies of the
+    anchor in it: for comparison alone."""
+    from torch.nn.attention.varlen import varlen_attn
+    row = doc_ids[0].cpu().numpy()
+    starts = np.flatnonzero(np.diff(row))[1:] + 1  # of the second document, the third, ...
+    order = np.insert(np.arange(len(row)), starts, 0)  # the row with a copy of the anchor in front of each of them
+    ends = np.append(starts + np.arange(len(starts)), len(order))
+    is_copy = np.zeros(len(order), dtype=bool)
+    is_copy[ends[:-1]] = True
+    cumulative = torch.from_numpy(np.insert(ends, 0, 0)).to(q.device, torch.int32)
+    longest = int(np.diff(ends, prepend=0).max())
+    q, k, v = (x[0].transpose(0, 1)[torch.from_numpy(order).to(q.device)] for x in (q, k, v))  # (T + copies, H, D)
+    y = varlen_attn(q, k, v, cumulative, cumulative, longest, longest, window_size=(-1, 0))
+    return y[torch.from_numpy(~is_copy).to(q.device)].transpose(0, 1)[None]
+
+
 CASES = {  # what is timed: (function, attention kind, whether backward, too)
     "full": (attend_by_document, "full", True),
     "intra_doc": (attend_by_document, "intra_doc", True),
     "anchor": (attend_by_document, "anchor", True),
     "anchor by mask": (attend_by_mask, "anchor", True),
+    "anchor by varlen": (varlen_attention, "anchor", True),
     "full, forward": (attend_by_document, "full", False),
     "anchor, forward": (attend_by_document, "anchor", False),
     "anchor by flex, forward": (flex_attention, "anchor", False),
@@ -103,12 +125,40 @@ def attention_run(case, doc_ids, device, dtype, n_head=6, head_dim=64):
     return now(device) - began
 
 
-def make_step(attention, device):
-    """train.py's default model for this device, its optimizer, and the dtype it trains in."""
+class PlainGPT(nn.Module):
+    """The yardstick: a GPT without packing, in the way of nanoGPT (learned positions, LayerNorm, GELU, full attention)."""
+
+    def __init__(self, config, context_length):
+        super().__init__()
+        C, self.n_head = config.n_embd, config.n_head
+        self.embedding, self.positions = nn.Embedding(config.vocab_size, C), nn.Embedding(context_length, C)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "norm": nn.LayerNorm(C, bias=False), "qkv": nn.Linear(C, 3 * C, bias=False), "proj": nn.Linear(C, C, bias=False),
+            "mlp": nn.Sequential(nn.LayerNorm(C, bias=False), nn.Linear(C, 4 * C, bias=False), nn.GELU(),
+                                 nn.Linear(4 * C, C, bias=False))}) for _ in range(config.n_layer))
+        self.norm, self.head = nn.LayerNorm(C, bias=False), nn.Linear(C, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, doc_ids, targets):
+        x = self.embedding(tokens) + self.positions.weight[:tokens.shape[1]]
+        for block in self.blocks:
+            qkv = block["qkv"](block["norm"](x)).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+            x = x + block["proj"](F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + block["mlp"](x)
+        logits = self.head(self.norm(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+
+
+STEPS = {"full": "full", "intra_doc": "intra_doc", "anchor": "anchor", "anchor, checkpointed": "anchor", "plain GPT": "full"}
+
+
+def make_step(case, context_length, device):
+    """train.py's default model for this device, or the yardstick of the same width and depth; its optimizer; its dtype."""
     defaults = {name: values[device != "cpu"] for name, values in train.SETTINGS.items()}
     sizes = {name: defaults[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden")}
+    config = GPTConfig(vocab_size=VOCAB_SIZE, attention=STEPS[case], checkpoint_activations="checkpointed" in case, **sizes)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, attention=attention, **sizes)).to(device)
+    model = (PlainGPT(config, context_length) if case == "plain GPT" else GPT(config)).to(device)
     return model, train.make_optimizer(model, 0.1), defaults["dtype"]
 
 
@@ -141,7 +191,7 @@ def peak_of_this_process(kind, case, doc_ids, device, dtype):
     if kind == "attention":
         run = partial(attention_run, case, doc_ids, device, dtype)
     else:
-        run = partial(step_run, make_step(case, device), doc_ids, device)
+        run = partial(step_run, make_step(case, doc_ids.shape[1], device), doc_ids, device)
     if device != "cpu":
         run()
         torch.cuda.reset_peak_memory_stats()
@@ -164,43 +214,44 @@ def peak_memory(*case):
 
 def speed(args):
     device, dtype = args.device, getattr(torch, args.dtype)
+    varlen = device != "cpu" and dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None
     results = []
     for mean_length in [None] if args.data is not None else args.mean_lengths:
         source = f"documents of {args.data or 'the standard library'}" if args.data is not None else \
             f"log-normal documents of {mean_length:,} tokens on average"
         for T in args.context_lengths:
             doc_ids = doc_ids_for(T, mean_length, args.data)
-            cases = [c for c in CASES if ("mask" not in c or T <= args.mask_up_to) and ("forward" not in c or args.flex)]
-            runs = {c: partial(attention_run, c, doc_ids, device, dtype) for c in cases}
-            table = summarize("attention", runs, cases, doc_ids, args, source, dtype)
-            results += table
+            fits = {"full": T <= args.full_up_to, "plain": T <= args.full_up_to, "mask": T <= args.mask_up_to,
+                    "forward": args.flex, "varlen": varlen}  # a case runs where all that its name says does
+            here = [c for c in CASES if all(ok for word, ok in fits.items() if word in c)]
+            runs = {c: partial(attention_run, c, doc_ids, device, dtype) for c in here}
+            results += summarize("attention", runs, doc_ids, args, source, dtype)
             if args.step:
-                steps = {c: make_step(c, device) for c in ("full", "intra_doc", "anchor")}
-                runs = {c: partial(step_run, steps[c], doc_ids, device) for c in steps}
-                results += summarize("training step", runs, list(steps), doc_ids, args, source, dtype)
+                here = [c for c in STEPS if all(ok for word, ok in fits.items() if word in c)]
+                runs = {c: partial(step_run, make_step(c, T, device), doc_ids, device) for c in here}
+                results += summarize("training step", runs, doc_ids, args, source, dtype)
     return results
 
 
-def summarize(kind, runs, cases, doc_ids, args, source, dtype):
+def summarize(kind, runs, doc_ids, args, source, dtype):
     """Times the runs, prints their table and returns it as a list of dicts."""
     T = doc_ids.shape[1]
     seconds = take_turns(runs, args.repeats, f"{kind} at {T:,}")
     median = {c: statistics.median(s) for c, s in seconds.items()}
     table = []
-    for c in cases:
-        base = median["full, forward" if "forward" in c else "full"]
-        share = visible_share(doc_ids, c.split(",")[0].split(" ")[0])
+    for c in runs:
+        base = median.get("full, forward" if "forward" in c else "full")
+        share = visible_share(doc_ids, STEPS[c] if c in STEPS else CASES[c][1])
         table.append({"kind": kind, "source": source, "context_length": T, "case": c, "visible": share, "seconds": median[c],
-                      "spread": (max(seconds[c]) - min(seconds[c])) / median[c], "times_faster": base / median[c],
-                      "cost_per_visible_pair": median[c] / base / share, "tokens_per_second": T / median[c],
-                      "peak_mib": None if args.no_memory else peak_memory(
-                          "attention" if kind == "attention" else "step", c, doc_ids, args.device, dtype)})
+                      "spread": (max(seconds[c]) - min(seconds[c])) / median[c], "times_faster": base and base / median[c],
+                      "cost_per_visible_pair": base and median[c] / base / share, "tokens_per_second": T / median[c],
+                      "peak_mib": None if args.no_memory else peak_memory(kind, c, doc_ids, args.device, dtype)})
     what = f"6 heads of 64, {args.dtype}, forward + backward" if kind == "attention" else "train.py's default model and dtype"
     print_table(f"{kind}, {what}; {T:,} tokens, {int(doc_ids.max()):,} {source}",
                 ["", "visible", "median ms", "spread", "x full", "cost a visible pair", "tokens/s", "peak MiB"],
                 [[r["case"], f"{r['visible']:.1%}", f"{1e3 * r['seconds']:,.1f}", f"{r['spread']:.0%}",
-                  f"{r['times_faster']:.2f}", f"{r['cost_per_visible_pair']:.2f}", f"{r['tokens_per_second']:,.0f}",
-                  f"{r['peak_mib']:,.0f}" if r["peak_mib"] else "-"] for r in table])
+                  *(f"{r[x]:.2f}" if r[x] else "-" for x in ("times_faster", "cost_per_visible_pair")),
+                  f"{r['tokens_per_second']:,.0f}", f"{r['peak_mib']:,.0f}" if r["peak_mib"] else "-"] for r in table])
     return table
 
 
@@ -293,7 +344,8 @@ def rope(args):
         generator = torch.Generator().manual_seed(0)
         layers = [torch.randn(2, 4, longest, 64, generator=generator, dtype=torch.float64).unbind()]
         source = "random q and k, 4 heads of 64"
-    results = {"source": source, "error": {}, "shift": {}, "context": {}, "share": {}}
+    results = {"source": source, "suffix": "_checkpoint" if args.checkpoint else "", "error": {}, "shift": {}, "context": {},
+               "share": {}}
 
     positions = [2**i for i in range(0, 18)]
     for name in tqdm(PRECISIONS, desc="error by position", leave=False, disable=None):
@@ -303,6 +355,7 @@ def rope(args):
                 [[name, *(f"{e:.1e}" for _, e in errors[::4] + errors[-1:])] for name, errors in results["error"].items()])
 
     shifts, T = (1, 16, 256, 4096, 65536), min(512, longest)
+    results["shift_length"] = T
     for name in tqdm(PRECISIONS, desc="change by shift", leave=False, disable=None):
         results["shift"][name] = []
         for shift in shifts:
@@ -357,18 +410,21 @@ def definitions(documents):
     return [d for document in documents for d in re.split(rb"\n(?= *(?:async )?def )", document) if d]
 
 
-def train_side_by_side(config, batch, steps, seed, look, dtype, learning_rate=1e-3):
+def train_side_by_side(config, batch, steps, seed, look, dtype, learning_rate=1e-3, weights=None):
     """Trains one model of each attention kind from the same weights on the same batches, a step each in turn, so that a
     noisy machine is noisy for all of them alike.
 
-    batch(step) -> (tokens, doc_ids, targets); look(model) -> what to report, eight times on the way.
+    batch(step) -> (tokens, doc_ids, targets); look(model) -> what to report, before the first step and eight times on the
+    way; weights: a state_dict to start from, else fresh ones from the seed.
     -> {attention: ([(step, seconds of training, report), ...], model)}
     """
     runs = {}
     for attention in ATTENTIONS:
         torch.manual_seed(seed)
         model = GPT(GPTConfig(attention=attention, **config))
-        runs[attention] = [], model, train.make_optimizer(model, 0.1)
+        if weights:
+            model.load_state_dict(weights)
+        runs[attention] = [(0, 0.0, look(model))], model, train.make_optimizer(model, 0.1)
     seconds = dict.fromkeys(ATTENTIONS, 0.0)
     schedule = dict(learning_rate=learning_rate, warmup_steps=steps // 20, steps=steps)
     for step in tqdm(range(steps), desc=f"seed {seed}", leave=False, disable=None):
@@ -388,69 +444,94 @@ def at_time(history, seconds):
     return float(np.interp(seconds, times, reports))
 
 
-def recall_rate(model, context_length, depth, n_facts, dtype, n_rows=32):
-    """The share of the facts that the model recalls from documents that fill the context; a guess is right 1 time in 10."""
-    tokens, doc_ids, targets = recall_batch(context_length, n_rows, n_facts, (7, context_length), depth, packed=False)
-    with torch.no_grad(), train.autocast(model, dtype):
-        right = model(tokens, doc_ids)[0].argmax(dim=-1) == targets
-    return right[targets != NO_TARGET].double().mean().item()
-
-
 def spread(values, form="{:.3f}"):
     """The mean of several seeds' values, and from the least to the largest."""
     mean = form.format(sum(values) / len(values))
     return mean if len(values) == 1 else f"{mean} ({form.format(min(values))}-{form.format(max(values))})"
 
 
-def quality(args):
-    dtype = train.SETTINGS["dtype"][0]
-    T, results = args.context_length, {"language": {a: [] for a in ATTENTIONS}, "recall": {a: [] for a in ATTENTIONS}}
+def language(args, dtype):
+    """Language modelling on short documents, the functions of the corpus, many to a row."""
+    T = args.context_length
     train_documents, held_out = split_documents(load_documents(args.data or None), 0.05, seed=0)
     short, val = definitions(train_documents), PackedRows(definitions(held_out), T, seed=0)
     val_batch = val.batch(0, min(32, val.rows_per_epoch))
     config = dict(vocab_size=VOCAB_SIZE, context_length=T, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_hidden=688)
-    for seed in range(args.seeds) if args.steps else ():
+    results = {a: [] for a in ATTENTIONS}
+    for seed in range(args.seeds):
         rows = PackedRows(short, T, seed)
         runs = train_side_by_side(config, lambda step: rows.batch(step, 1), args.steps, seed,
                                   lambda model: train.evaluate(model, val_batch, 1, dtype)[0], dtype)
         shortest_time = min(history[-1][1] for history, _ in runs.values())
         for attention, (history, model) in runs.items():
-            results["language"][attention].append({
+            results[attention].append({
                 "history": history, "at_equal_time": at_time(history, shortest_time),
                 # half of each of these documents is beyond the trained length
                 "by_position": train.loss_by_position(model, held_out, 2 * T, dtype, max_documents=32)})
-    if args.steps:
-        table = results["language"]
-        print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "
-                    f"{args.seeds} seeds: mean (least-largest), nats a token",
-                    ["", "visible", "seconds", "held-out loss", "at equal time"],
-                    [[a, f"{visible_share(rows.batch(0, 64)[1], a):.1%}", spread([r["history"][-1][1] for r in runs], "{:.0f}"),
-                      spread([r["history"][-1][2] for r in runs]), spread([r["at_equal_time"] for r in runs])]
-                     for a, runs in table.items()])
-        ranges = [(first, last) for first, last, _ in table["full"][0]["by_position"]]
-        print_table("the same, by position in whole held-out files that are longer than twice the context",
-                    ["", *(f"{first:,}-{last:,}" for first, last in ranges)],
-                    [[a, *(spread([r["by_position"][i][2] for r in runs], "{:.2f}") for i in range(len(ranges)))]
-                     for a, runs in table.items()])
+    print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "
+                f"{args.seeds} seeds: mean (least-largest), nats a token",
+                ["", "visible", "seconds", "held-out loss", "at equal time"],
+                [[a, f"{visible_share(rows.batch(0, 64)[1], a):.1%}", spread([r["history"][-1][1] for r in runs], "{:.0f}"),
+                  spread([r["history"][-1][2] for r in runs]), spread([r["at_equal_time"] for r in runs])]
+                 for a, runs in results.items()])
+    ranges = [(first, last) for first, last, _ in results["full"][0]["by_position"]]
+    print_table("the same, by position in whole held-out files that are longer than twice the context",
+                ["", *(f"{first:,}-{last:,}" for first, last in ranges)],
+                [[a, *(spread([r["by_position"][i][2] for r in runs], "{:.2f}") for i in range(len(ranges)))]
+                 for a, runs in results.items()])
+    return results
 
-    config = dict(vocab_size=VOCAB_SIZE, context_length=512, n_layer=2, n_head=2, n_kv_head=2, n_embd=128, n_hidden=344)
-    lengths, depths = (256, 512, 1024), (0.0, 0.5, 1.0)
-    for seed in range(args.seeds) if args.recall_steps else ():
-        runs = train_side_by_side(config, lambda step: recall_batch(512, 8, args.facts, (seed, step)), args.recall_steps, seed,
-                                  lambda model: recall_rate(model, 512, None, args.facts, dtype), dtype, 3e-3)
+
+def recall_rate(model, length, depth, n_facts, dtype, n_documents=32):
+    """The share of documents of this length whose question the model answers right; a guess is right 1 time in 10."""
+    right = []
+    for i in range(0, n_documents, 8):
+        tokens, doc_ids, targets = recall_batch(length, 8, n_facts, (7, length, i), depth, packed=False)
+        with torch.no_grad(), train.autocast(model, dtype):
+            right.append((model(tokens, doc_ids)[0].argmax(dim=-1) == targets)[targets != NO_TARGET])
+    return torch.cat(right).double().mean().item()
+
+
+def recall(args, dtype):
+    """The paper's protocol in miniature: one model learns recall in short documents, one to a row; each kind continues
+    from it on rows several times as long, with documents of all lengths packed into them."""
+    short, T = args.short_length, args.recall_length
+    config = dict(vocab_size=VOCAB_SIZE, context_length=T, n_layer=2, n_head=2, n_kv_head=2, n_embd=128, n_hidden=344)
+    results, lengths, depths = {a: [] for a in ATTENTIONS}, (short, T // 2, T, 2 * T), (0.0, 0.5, 1.0)
+    for seed in range(args.seeds):
+        torch.manual_seed(seed)
+        base = GPT(GPTConfig(attention="full", **config))
+        optimizer, schedule = train.make_optimizer(base, 0.1), dict(learning_rate=3e-3, warmup_steps=10, steps=args.short_steps)
+        for step in tqdm(range(args.short_steps), desc=f"seed {seed}, {short} tokens", leave=False, disable=None):
+            batch = recall_batch(short, 32, args.facts, (seed, 0, step), packed=False)
+            train.train_step(base, optimizer, [batch], train.learning_rate_at(step, schedule), 1.0, dtype)
+        runs = train_side_by_side(config, lambda step: recall_batch(T, 4, args.facts, (seed, 1, step)), args.recall_steps, seed,
+                                  lambda model: recall_rate(model, T, None, args.facts, dtype), dtype, 1e-3, base.state_dict())
         for attention, (history, model) in runs.items():
-            results["recall"][attention].append({"history": history, "rates": [
-                [recall_rate(model, n, depth, args.facts, dtype) for depth in depths] for n in lengths]})
+            results[attention].append({
+                "short": recall_rate(base, short, None, args.facts, dtype), "history": history,
+                "rates": [[recall_rate(model, n, depth, args.facts, dtype) for depth in depths] for n in lengths]})
+    looks = [step for step, _, _ in results["full"][0]["history"]]
+    known = spread([r["short"] for r in results["full"]], "{:.0%}")
+    print_table(f"recall of a fact among {args.facts} in {T:,} tokens by step on packed rows of {T:,}; all kinds start from one "
+                f"model that had {args.short_steps} steps on {short} tokens and there recalls {known}",
+                ["", "seconds", *map(str, looks)],
+                [[a, spread([r["history"][-1][1] for r in runs], "{:.0f}"),
+                  *(spread([r["history"][i][2] for r in runs], "{:.0%}") for i in range(len(looks)))] for a, runs in results.items()])
+    print_table(f"the same after the last step, by context length ({2 * T:,} was never trained) and depth of the fact",
+                ["", *(f"{n:,} at {depth:.0%}" for n in lengths for depth in depths)],
+                [[a, *(spread([r["rates"][i][j] for r in runs], "{:.0%}") for i in range(len(lengths)) for j in range(len(depths)))]
+                 for a, runs in results.items()])
+    return results
+
+
+def quality(args):
+    dtype = train.SETTINGS["dtype"][0]
+    results = {}
+    if args.steps:
+        results["language"] = language(args, dtype)
     if args.recall_steps:
-        looks = [step for step, _, _ in results["recall"]["full"][0]["history"]]
-        print_table(f"recall of {args.facts} fact(s) in 512 tokens, trained on packed rows of 512, by step",
-                    ["", *map(str, looks)],
-                    [[a, *(spread([r["history"][i][2] for r in runs], "{:.0%}") for i in range(len(looks)))]
-                     for a, runs in results["recall"].items()])
-        print_table("the same after the last step, by context length (512 is the trained one) and depth of the fact",
-                    ["", *(f"{n:,} at {depth:.0%}" for n in lengths for depth in depths)],
-                    [[a, *(spread([r["rates"][i][j] for r in runs], "{:.0%}") for i in range(len(lengths))
-                           for j in range(len(depths)))] for a, runs in results["recall"].items()])
+        results["recall"] = recall(args, dtype)
     return results
 
 
@@ -471,16 +552,29 @@ def pyplot():
 
 def plot_rope(results, folder):
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4))
-    for name, row in results["context"].items():
-        left.loglog(*zip(*results["error"][name]), label=name)
-        right.loglog(*zip(*row), marker="o", base=2)
-    left.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
-    right.set(xlabel="context length (tokens)", ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
-    right.set_yscale("log", base=10)
+    figure, ((error, shift), (context, share)) = plt.subplots(2, 2, figsize=(9, 8))
+    for name in PRECISIONS:
+        color = f"C{list(PRECISIONS).index(name)}"
+        error.loglog(*zip(*results["error"][name]), color=color, label=name)
+        shift.loglog(*zip(*((s, weights) for s, _, weights in results["shift"][name])), color=color, marker="o")
+        if name in results["context"]:
+            context.loglog(*zip(*results["context"][name]), color=color, marker="o")
+    error.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
+    shift.set(xlabel="shift of all positions (tokens)", ylabel="summed |change| of a query's weights",
+              title=f"{results['shift_length']:,} tokens")
+    context.set(xlabel="context length (tokens)", ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
+    for axis in (error, shift, context):
+        axis.set_xscale("log", base=2)
+    for i, (name, (changed, held)) in enumerate(results["share"].items()):
+        keys = range(1, len(changed) + 1)
+        share.loglog(keys, changed, color=f"C{i}", linewidth=0.8, label=f"{name}: share of D")
+        share.loglog(keys, held, "--", color=f"C{i}", linewidth=0.8, alpha=0.6, label="its share of the weights")
+    share.set(xlabel="key (1 is the first token)", ylabel="share", title=f"bfloat16 tables; {results['source']}")
+    share.title.set_fontsize(9)
+    share.legend(fontsize=7, ncols=2)
     figure.legend(loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.11, 1, 1))
-    figure.savefig(folder / "rope.png")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(folder / f"rope{results['suffix']}.png")
 
 
 def plot_speed(results, folder):
@@ -502,16 +596,23 @@ def plot_speed(results, folder):
 
 def plot_quality(results, folder):
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4))
-    for axis, task, label in zip(axes, ("language", "recall"), ("held-out loss (nats a token)", "facts recalled (share)")):
-        for attention, runs in results[task].items():
+    labels = {"language": "held-out loss (nats a token)", "recall": "questions answered right (share)"}
+    for task, kinds in results.items():
+        figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+        for attention, runs in kinds.items():
             for i, run in enumerate(runs):
-                steps, _, reports = zip(*run["history"])
-                axis.plot(steps, reports, color=f"C{ATTENTIONS.index(attention)}", label=None if i else attention)
-        axis.set(xlabel="step", ylabel=label, title=task)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "quality.png")
+                steps, seconds, reports = zip(*run["history"])
+                style = dict(color=f"C{ATTENTIONS.index(attention)}", linewidth=1, label=None if i else attention)
+                by_step.plot(steps, reports, **style)
+                by_time.plot(seconds, reports, **style)
+        by_step.set(xlabel="step", ylabel=labels[task])
+        by_time.set(xlabel="time of training (s)")
+        by_step.legend(fontsize=8)
+        if task == "language":  # untrained models are far above what matters
+            by_step.set_ylim(top=max(run["history"][1][2] for runs in kinds.values() for run in runs))
+        figure.suptitle(f"{task}: every line is a seed", fontsize=10)
+        figure.tight_layout()
+        figure.savefig(folder / f"quality_{task}.png")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -521,7 +622,8 @@ def make_parser():
     parser = argparse.ArgumentParser(description="Measures the paper's claims; without a subcommand a quick version of all.")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
-    shared.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures there (needs matplotlib)")
+    shared.add_argument("--plot", type=Path, nargs="?", const=Path("assets"), metavar="FOLDER",
+                        help="write pictures there (needs matplotlib); without a FOLDER to assets")
     shared.add_argument("--data", help="a folder, a .txt or a .jsonl; '' is the standard library")
     parts = parser.add_subparsers(dest="part")
     s = parts.add_parser("speed", parents=[shared], help="time and memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -530,6 +632,8 @@ def make_parser():
     s.add_argument("--repeats", type=int, default=5, help="timed runs of each case")
     s.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     s.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of attention alone")
+    s.add_argument("--full-up-to", type=int, default=131072 if torch.cuda.is_available() else 16384,
+                   help="longest context for full attention")
     s.add_argument("--mask-up-to", type=int, default=8192, help="longest context for the dense mask")
     s.add_argument("--flex", action="store_true", help="FlexAttention, too, forward alone; compiling takes minutes on a CPU")
     s.add_argument("--no-step", dest="step", action="store_false", help="leave the training step out")
@@ -542,7 +646,10 @@ def make_parser():
     q.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     q.add_argument("--steps", type=int, default=500, help="of language modelling; 0 leaves it out")
     q.add_argument("--context-length", type=int, default=2048, help="tokens a row of language modelling")
-    q.add_argument("--recall-steps", type=int, default=200, help="of the recall task; 0 leaves it out")
+    q.add_argument("--short-length", type=int, default=256, help="tokens of the documents that recall is learned on")
+    q.add_argument("--short-steps", type=int, default=200, help="of that")
+    q.add_argument("--recall-length", type=int, default=2048, help="tokens a row when each kind continues")
+    q.add_argument("--recall-steps", type=int, default=40, help="of that; 0 leaves the recall task out")
     q.add_argument("--facts", type=int, default=1, help="facts a recall document; 1 is the passkey task")
     parser.set_defaults(json=None, plot=None)
     return parser

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from anchor_gpt import ATTENTIONS, visible_pairs
 
@@ -178,30 +179,41 @@ class PackedRows:
         return tuple(torch.stack(x) for x in zip(*rows))
 
 
-def recall_document(length, n_facts, seed, depth=None):
-    """A document that hides facts among filler and asks for them at its end, in another order: the paper's RULER in
-    miniature; with one fact it is the passkey task.
+def doc_ids_from_separators(tokens, separator):
+    """The doc_ids of rows that other code has packed: an anchor in front, each document ended by a separator token.
 
-    -> (bytes of `length`, int64 positions of the answers, one digit a fact). Fact: <KQ=7>. Question: <KQ?7>.
-    seed: int or a sequence of ints. depth: where the facts stand, from 0 (start) to 1 (just before the questions);
-    None: anywhere. ValueError: a length that cannot hold the facts and their questions, or more facts than keys.
+    tokens (B, T) int64 -> int64 (B, T). A row may start in the middle of a document and end in another, and the anchor may
+    be the separator token itself, as in GPT-2.
     """
-    n_filler = length - 12 * n_facts
-    if n_filler < 0 or n_facts > 26 * 26:
-        raise ValueError(f"length is {length}, n_facts {n_facts}: expected at least 12 bytes a fact, and at most 676 facts")
+    ends = tokens[:, 1:] == separator
+    doc_ids = 1 + ends.cumsum(dim=1) - ends.long()  # a separator belongs to the document that it ends
+    return F.pad(doc_ids, (1, 0))
+
+
+def recall_document(length, n_facts, seed, depth=None):
+    """A document that hides facts among filler and asks for one of them at its end, the needle in a haystack of the
+    paper's RULER in miniature: with one fact the passkey task, with more the others distract.
+
+    -> bytes of `length`. Fact: <KQ=7>. Question: <KQ?7>, whose answer is the last byte but one.
+    seed: int or a sequence of ints. depth: where the wanted fact stands, from 0 (start) to 1 (just before the question);
+    None: anywhere, as the others. ValueError: a length that cannot hold the facts and the question, or more facts than
+    keys.
+    """
+    n_filler = length - 6 * n_facts - 6
+    if n_filler < 0 or not 1 <= n_facts <= 26 * 26:
+        raise ValueError(f"length is {length}, n_facts {n_facts}: expected 1 to 676 facts, and 6 bytes for each and the question")
     generator = np.random.default_rng(seed)
     keys = [b"%c%c" % (65 + k // 26, 65 + k % 26) for k in generator.permutation(26 * 26)[:n_facts]]
     values = generator.integers(48, 58, n_facts)  # digits, which stand nowhere else
     filler = generator.choice(np.frombuffer(b"abcdefghijklmnopqrstuvwxyz    ", dtype=np.uint8), n_filler).tobytes()
-    places = sorted(generator.integers(0, n_filler, n_facts, endpoint=True) if depth is None
-                    else [round(depth * n_filler)] * n_facts)
+    places = generator.integers(0, n_filler, n_facts, endpoint=True)
+    if depth is not None:
+        places[0] = round(depth * n_filler)
     parts, begin = [], 0
-    for place, key, value in zip(places, keys, values):
-        parts += [filler[begin:place], b"<%s=%c>" % (key, value)]
-        begin = place
-    parts.append(filler[begin:])
-    parts += [b"<%s?%c>" % (keys[i], values[i]) for i in generator.permutation(n_facts)]
-    return b"".join(parts), length - 6 * n_facts + 6 * np.arange(n_facts) + 4
+    for i in np.argsort(places, kind="stable"):
+        parts += [filler[begin:places[i]], b"<%s=%c>" % (keys[i], values[i])]
+        begin = places[i]
+    return b"".join(parts) + filler[begin:] + b"<%s?%c>" % (keys[0], values[0])
 
 
 def recall_batch(context_length, n_rows, n_facts, seed, depth=None, packed=True):
@@ -209,7 +221,7 @@ def recall_batch(context_length, n_rows, n_facts, seed, depth=None, packed=True)
 
     packed: documents of random lengths fill the row; else one document of T - 1 tokens does.
     """
-    shortest, generator, rows = 12 * n_facts + 16, np.random.default_rng(seed), []
+    shortest, generator, rows = 6 * n_facts + 6 + 16, np.random.default_rng(seed), []
     for _ in range(n_rows):
         tokens, doc_ids, targets = [BOS], [0], [NO_TARGET] * context_length
         while len(tokens) < context_length:
@@ -217,11 +229,10 @@ def recall_batch(context_length, n_rows, n_facts, seed, depth=None, packed=True)
             length = int(generator.integers(shortest, left, endpoint=True)) if packed and left > shortest else left
             if left - length < shortest:
                 length = left
-            document, answers = recall_document(length, n_facts, generator.integers(2**31), depth)
-            for i in answers:
-                targets[len(tokens) + i - 1] = document[i]
-            doc_ids += [doc_ids[-1] + 1] * length
+            document = recall_document(length, n_facts, generator.integers(2**31), depth)
             tokens += document
+            doc_ids += [doc_ids[-1] + 1] * length
+            targets[len(tokens) - 3] = document[-2]
         rows.append((tokens, doc_ids, targets))
     return tuple(torch.tensor(x) for x in zip(*rows))
 

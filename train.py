@@ -4,11 +4,13 @@
     python train.py --attention full --out out-full  # another attention kind
     python train.py --resume                         # go on after Ctrl-C, kill -9 or a power cut, exactly
     python train.py --resume --prompt "import os"    # only load the checkpoint and continue a text
+    torchrun --standalone --nproc_per_node=2 train.py    # one process a GPU, or on a CPU for trying it
 
 Notable: a batch of the data is a pure function of (documents, seed, number) and nothing in the model is random, so weights,
 optimizer state and step number are all there is to resume from: on a CPU the resumed run is bit-identical.
 """
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -17,10 +19,13 @@ import re
 import signal
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from anchor_gpt import ATTENTIONS, GPT, GPTConfig
@@ -36,7 +41,8 @@ SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (defa
     "val_fraction": (0.05, 0.05, "share of the documents held out for validation"),
     "context_length": (1024, 8192, "tokens a row, the anchor included"),
     "batch_size": (2, 2, "rows a micro-batch"),
-    "grad_accumulation": (1, 4, "micro-batches an optimizer step"),
+    "grad_accumulation": (1, 4, "micro-batches an optimizer step, shared out among the processes of torchrun"),
+    "checkpoint_activations": (False, False, "keep less for the backward, compute it again: less memory, more time"),
     "steps": (1000, 2000, "optimizer steps; the cosine ends at the last, so --resume with more makes the rate jump"),
     "learning_rate": (1e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
     "warmup_steps": (50, 100, "steps of linear warm-up"),
@@ -52,15 +58,18 @@ SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (defa
     "eval_interval": (200, 250, "steps from one evaluation and checkpoint to the next"),
     "eval_rows": (64, 32, "held-out rows of an evaluation, the same ones every time"),
 }
-MAY_CHANGE = ("data", "steps", "eval_interval")  # on --resume; data may move, but its content is compared
+# What --resume may change: data may move, but its content is compared; a step may be cut otherwise, but has the same rows.
+MAY_CHANGE = ("data", "steps", "eval_interval", "batch_size", "grad_accumulation", "checkpoint_activations")
+READ_INTERVAL = 10  # steps from one reading of loss and norm to the next: each makes the host wait for a GPU
 
 
 def make_parser():
     parser = argparse.ArgumentParser(usage="python train.py [flags]", description="Trains AnchorAttention.")
     for name, (cpu, cuda, text) in SETTINGS.items():
         default = f"{cpu!r}" if cpu == cuda else f"{cpu!r} on a CPU, {cuda!r} on CUDA"
-        parser.add_argument("--" + name.replace("_", "-"), type=type(cpu), metavar=type(cpu).__name__.upper(),
-                            help=f"{text} (default: {default})")
+        kind = {"action": argparse.BooleanOptionalAction} if cpu is False else \
+            {"type": type(cpu), "metavar": type(cpu).__name__.upper()}
+        parser.add_argument("--" + name.replace("_", "-"), help=f"{text} (default: {default})", **kind)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="cpu, cuda or cuda:N (default here: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the run (default: %(default)s)")
@@ -146,21 +155,38 @@ def autocast(model, dtype):
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
-    """One optimizer step over micro-batches [(tokens, doc_ids, targets), ...] -> (loss, norm of the gradient), floats.
+def sum_over_processes(number):
+    """The sum of a number that each process of torchrun has; alone, the number itself."""
+    if not dist.is_initialized():
+        return number
+    total = torch.tensor(number, dtype=torch.float64)  # on the CPU: nobody waits for a GPU
+    dist.all_reduce(total)
+    return total.item()
 
-    The loss is the mean over the targets of all micro-batches together: each counts by its number of targets, so k
-    batches of n rows give the gradient of one batch of k n rows.
+
+def to_device(x, device):
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
+    """One optimizer step over micro-batches [(tokens, doc_ids, targets), ...] -> loss, norm of the gradient, tensors ().
+
+    The gradient is that of the mean over the targets of all micro-batches of all processes together: each counts by its
+    number of targets, so k batches of n rows, on one process or on k, give the gradient of one batch of k n rows. The loss
+    is this process's part of that mean. Neither is read here, so the next step is prepared while a GPU computes.
     """
     device = next(model.parameters()).device
     counts = [int((targets != NO_TARGET).sum()) for _, _, targets in batches]
+    n_targets = sum_over_processes(sum(counts))
+    n_processes = dist.get_world_size() if dist.is_initialized() else 1
     total = 0.0
-    for (tokens, doc_ids, targets), count in zip(batches, counts):
+    for i, ((tokens, doc_ids, targets), count) in enumerate(zip(batches, counts)):
+        model.require_backward_grad_sync = i == len(batches) - 1  # DistributedDataParallel sends gradients but once
         with autocast(model, dtype):
-            loss = model(tokens.to(device), doc_ids, targets.to(device))[1] * (count / sum(counts))
-        loss.backward()
-        total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip).item()
+            loss = model(to_device(tokens, device), doc_ids, to_device(targets, device))[1] * (count / n_targets)
+        (loss * n_processes).backward()  # DistributedDataParallel takes the mean over the processes, where this is a sum
+        total = total + loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
@@ -226,7 +252,7 @@ def show(model, val_batch, val_documents, prompt, settings):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def settle(args):
+def settle(args, n_processes):
     """Flags, checkpoint and defaults -> (settings, checkpoint or None). ValueError: flags that contradict either."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         raise ValueError(f"--device {args.device}: expected cpu, cuda or cuda:N")
@@ -234,22 +260,33 @@ def settle(args):
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: this PyTorch sees no CUDA device, use --device cpu")
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    settings = {name: default[device == "cuda"] for name, default in SETTINGS.items()} | given
+    settings = {name: default[device == "cuda"] for name, default in SETTINGS.items()}
+    settings["grad_accumulation"] = n_processes * math.ceil(settings["grad_accumulation"] / n_processes)
     checkpoint = None
     path = args.out / "checkpoint.pt"
     if args.resume and path.exists():
         checkpoint = load_checkpoint(path)
-        saved = checkpoint["settings"]
+        unknown = set(checkpoint["settings"]) - set(SETTINGS)
+        if unknown:
+            raise ValueError(f"{path} was made with settings that this train.py does not know: {', '.join(sorted(unknown))}. "
+                             "Resume it with the version that made it")
+        saved = settings | checkpoint["settings"]  # those that an older version did not have are at their defaults
         for name, value in given.items():
             if value != saved[name] and name not in MAY_CHANGE:
                 raise ValueError(f"--{name.replace('_', '-')} {value}, but the run in {args.out} was made with "
                                  f"{saved[name]}: --resume continues that run, so leave the flag out, or train anew in "
                                  "another --out")
         settings = saved | given
+        rows, saved_rows = (x["batch_size"] * x["grad_accumulation"] for x in (settings, saved))
+        if rows != saved_rows:
+            raise ValueError(f"--batch-size {settings['batch_size']} --grad-accumulation {settings['grad_accumulation']}: {rows} "
+                             f"rows a step, but the run in {args.out} has {saved_rows}: choose two whose product is that")
         if settings["steps"] < checkpoint["step"]:
             raise ValueError(f"--steps {settings['steps']}: the checkpoint in {args.out} is at step {checkpoint['step']} already")
     elif args.resume and args.prompt is not None:
         raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder with --out")
+    else:
+        settings |= given
     if settings["dtype"] not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {settings['dtype']}: expected float32 or bfloat16")
     for name in ("batch_size", "grad_accumulation", "steps", "eval_interval", "eval_rows", "learning_rate", "grad_clip"):
@@ -258,54 +295,74 @@ def settle(args):
     for name in ("seed", "warmup_steps", "weight_decay"):
         if not 0 <= settings[name] < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {settings[name]}: expected 0 or more")
+    if settings["grad_accumulation"] % n_processes:
+        raise ValueError(f"--grad-accumulation {settings['grad_accumulation']}: expected a multiple of the {n_processes} processes")
     return settings, checkpoint
 
 
-def main(argv=None):
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    try:  # everything that bad input can break comes before the first step
-        settings, checkpoint = settle(args)
-        S = argparse.Namespace(**settings)
-        torch.manual_seed(S.seed)
-        sizes = {name: settings[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "attention",
-                                                   "attend", "context_length")}
-        model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, **sizes)).to(args.device)
-        optimizer = make_optimizer(model, S.weight_decay)
-        start = 0
-        if checkpoint:
-            restore(model, optimizer, checkpoint)
-            start = checkpoint["step"]
-            if args.prompt is not None:
-                print(sample(model, args.prompt, settings))
-                return
-        documents = load_documents(S.data or None)
-        digest = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
-        corpus = {"documents": len(documents), "bytes": sum(map(len, documents)), "sha256": digest}
-        if checkpoint and corpus != checkpoint["corpus"]:
-            raise ValueError(f"the corpus is {corpus}, but the run in {args.out} was made with {checkpoint['corpus']}: "
-                             "resuming needs the same documents, name them with --data")
-        train_documents, val_documents = split_documents(documents, S.val_fraction, seed=0)  # for every --seed the same
-        rows = PackedRows(train_documents, S.context_length, S.seed)
-        val_rows = PackedRows(val_documents, S.context_length, seed=0)
-        val_batch = val_rows.batch(0, min(S.eval_rows, val_rows.rows_per_epoch))
-        args.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+@contextmanager
+def alone_in(folder):
+    """Keeps a second run out of the folder until this one ends, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another run is writing to {folder}: wait for its end, or name another --out")
+    try:
+        yield
+    finally:
+        os.close(handle)
 
+
+def prepare(args, rank, n_processes):
+    """Everything that bad input can break, before the first step -> a namespace of what training needs; None where a
+    prompt was all that was asked for."""
+    settings, checkpoint = settle(args, n_processes)
+    torch.manual_seed(settings["seed"])
+    sizes = {name: settings[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "attention", "attend",
+                                               "context_length", "checkpoint_activations")}
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" and n_processes > 1 else args.device
+    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, **sizes)).to(device)
+    optimizer = make_optimizer(model, settings["weight_decay"])
+    if checkpoint:
+        restore(model, optimizer, checkpoint)
+        if args.prompt is not None:
+            return print(sample(model, args.prompt, settings))
+    documents = load_documents(settings["data"] or None)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
+    corpus = {"documents": len(documents), "bytes": sum(map(len, documents)), "sha256": digest}
+    if checkpoint and corpus != checkpoint["corpus"]:
+        raise ValueError(f"the corpus is {corpus}, but the run in {args.out} was made with {checkpoint['corpus']}: "
+                         "resuming needs the same documents, name them with --data")
+    for_training, held_out = split_documents(documents, settings["val_fraction"], seed=0)  # for every --seed the same
+    rows = PackedRows(for_training, settings["context_length"], settings["seed"])
+    val_rows = PackedRows(held_out, settings["context_length"], seed=0)
+    val_batch = val_rows.batch(0, min(settings["eval_rows"], val_rows.rows_per_epoch))
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume and not checkpoint:
+        print(f"nothing to resume in {args.out} yet, so this starts at step 0")
+    return argparse.Namespace(settings=settings, checkpoint=checkpoint, model=model, optimizer=optimizer, corpus=corpus,
+                              rows=rows, held_out=held_out, val_rows=val_rows, val_batch=val_batch, out=args.out,
+                              prompt=args.prompt, rank=rank, n_processes=n_processes)
+
+
+def train(job):
+    S, model, optimizer, rows = argparse.Namespace(**job.settings), job.model, job.optimizer, job.rows
+    device = next(model.parameters()).device
     rows_per_step = S.batch_size * S.grad_accumulation
     tokens_per_step = rows_per_step * S.context_length
     share = visible_share(rows.batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
-    print(f"device         {args.device}, {S.dtype}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
+    print(f"device         {f'{job.n_processes} x ' if job.n_processes > 1 else ''}{device.type}, {S.dtype}, "
+          f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
           f"model          {sum(p.numel() for p in model.parameters()):,} parameters, context length {S.context_length:,}\n"
           f"attention      {S.attention}, by {S.attend}: {share:.1%} of the causal pairs are visible"
           f"{f', {1 - share:.1%} are not computed' if S.attend == 'document' else ''}\n"
-          f"corpus         {S.data or 'the Python standard library'}: {len(train_documents):,} documents to train on "
-          f"({rows.n_tokens:,} tokens), {len(val_documents):,} held out ({val_rows.n_tokens:,} tokens)\n"
+          f"corpus         {S.data or 'the Python standard library'}: {len(rows.documents):,} documents to train on "
+          f"({rows.n_tokens:,} tokens), {len(job.held_out):,} held out ({job.val_rows.n_tokens:,} tokens)\n"
           f"step           {rows_per_step} rows, {tokens_per_step:,} tokens; {S.steps} steps are "
           f"{S.steps * rows_per_step / rows.rows_per_epoch:.2f} epochs")
 
-    checkpoint_path, metrics_path = args.out / "checkpoint.pt", args.out / "metrics.jsonl"
+    checkpoint_path, metrics_path = job.out / "checkpoint.pt", job.out / "metrics.jsonl"
 
     def diverged(step, what):
         sys.exit(f"step {step}: {what}, expected finite numbers; {checkpoint_path} is what was saved before that. Train anew "
@@ -314,59 +371,108 @@ def main(argv=None):
     def save(step):
         if not all(p.isfinite().all() for p in model.parameters()):
             diverged(step, "the weights are not finite")
-        save_checkpoint(checkpoint_path, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
-                        settings=settings, corpus=corpus)
+        if job.rank == 0:
+            try:
+                save_checkpoint(checkpoint_path, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
+                                settings=job.settings, corpus=job.corpus)
+            except OSError as error:
+                sys.exit(f"step {step} could not be saved: {error}; the {checkpoint_path} saved before is intact. Make room, then "
+                         "go on with --resume")
 
-    if checkpoint:
+    start = 0
+    if job.checkpoint:
+        start = job.checkpoint["step"]
         print(f"resuming       at step {start} of {S.steps} from {checkpoint_path}")
-        keep_metrics(metrics_path, start)
-    else:
-        if args.resume:
-            print(f"resuming       nothing: there is no {checkpoint_path} yet, so this starts at step 0")
+        if job.rank == 0:
+            keep_metrics(metrics_path, start)
+    elif job.rank == 0:
         set_aside(checkpoint_path)
         set_aside(metrics_path)
-        save(0)
+        save(0)  # from here on --resume has something to go on from
+
+    replica = model
+    if job.n_processes > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group()  # gloo between CPUs, NCCL between GPUs
+        replica = DistributedDataParallel(model)
 
     # A signal only asks to stop: between two steps weights and optimizer agree, within one they may not.
     signals = []
     handlers = {s: signal.signal(s, lambda signum, frame: signals.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)}
-    losses = []  # since the last evaluation
-    bar = tqdm(total=S.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
-    with open(metrics_path, "a", buffering=1) as metrics:
-        for step in range(start, S.steps):
+    metrics = open(metrics_path if job.rank == 0 else os.devnull, "a", buffering=1)
+    bar = tqdm(total=S.steps, initial=start, unit="step", disable=None if job.rank == 0 else True, dynamic_ncols=True)
+    unread, losses = [], []  # steps whose loss is still on the device; losses since the last evaluation
+    began = time.perf_counter()
+    for step in range(start, S.steps):
+        first = step * rows_per_step + job.rank * rows_per_step // job.n_processes  # every row belongs to one process
+        batches = [rows.batch(first + i, S.batch_size) for i in range(0, rows_per_step // job.n_processes, S.batch_size)]
+        lr = learning_rate_at(step, job.settings)
+        unread.append((step + 1, lr, *train_step(replica, optimizer, batches, lr, S.grad_clip, S.dtype)))
+        stop = sum_over_processes(len(signals)) > 0  # all processes stop after the same step
+        look = (step + 1) % S.eval_interval == 0 or step + 1 == S.steps
+        if stop or look or len(unread) == READ_INTERVAL:
+            seconds = time.perf_counter() - began
+            for number, lr, loss, norm in unread:
+                loss, norm = sum_over_processes(loss.item()), norm.item()
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    bar.close()
+                    diverged(number, f"the loss is {loss} and the norm of its gradient {norm}")
+                metrics.write(json.dumps({"step": number, "loss": loss, "lr": lr, "grad_norm": norm,
+                                          "tokens_per_second": tokens_per_step * len(unread) / seconds}) + "\n")
+                losses.append(loss)
+            bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {tokens_per_step * len(unread) / seconds:,.0f} tokens/s",
+                                refresh=False)
+            bar.update(len(unread))
+            unread.clear()
             began = time.perf_counter()
-            batches = [rows.batch(step * rows_per_step + a * S.batch_size, S.batch_size)
-                       for a in range(S.grad_accumulation)]
-            lr = learning_rate_at(step, settings)
-            loss, norm = train_step(model, optimizer, batches, lr, S.grad_clip, S.dtype)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                bar.close()
-                diverged(step + 1, f"the loss is {loss} and the norm of its gradient {norm}")
-            speed = tokens_per_step / (time.perf_counter() - began)
-            metrics.write(json.dumps({"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
-                                      "tokens_per_second": speed}) + "\n")
-            losses.append(loss)
-            bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s", refresh=False)
-            bar.update()
-            if (step + 1) % S.eval_interval == 0 or step + 1 == S.steps:
-                val_loss, bits = evaluate(model, val_batch, S.batch_size, S.dtype)
+        if look:
+            if job.rank == 0:  # the others wait in their next step
+                val_loss, bits = evaluate(model, job.val_batch, S.batch_size, S.dtype)
                 metrics.write(json.dumps({"step": step + 1, "val_loss": val_loss, "bits_per_byte": bits}) + "\n")
                 bar.write(f"step {step + 1:>5}    train {sum(losses) / len(losses):.3f}    validation {val_loss:.3f} nats "
                           f"a token, {bits:.3f} bits a byte")
-                losses.clear()
-                save(step + 1)
-            if signals:
-                save(step + 1)
-                bar.close()
-                print(f"stopped after step {step + 1} of {S.steps} and saved {checkpoint_path}; to go on: "
-                      f"python train.py --resume --out {args.out}")
-                sys.exit(128 + signals[0])
+            losses.clear()
+            save(step + 1)
+            began = time.perf_counter()
+        if stop:
+            save(step + 1)
+            bar.close()
+            print(f"stopped after step {step + 1} of {S.steps} and saved {checkpoint_path}; to go on: "
+                  f"python train.py --resume --out {job.out}")
+            sys.exit(128 + (signals or [signal.SIGTERM])[0])
     bar.close()
+    metrics.close()
     for s, handler in handlers.items():
         signal.signal(s, handler)
+    if job.n_processes > 1:
+        dist.destroy_process_group()
+    if job.rank == 0:
+        show(model, job.val_batch, job.held_out, job.prompt, job.settings)
+        print(f"checkpoint: {checkpoint_path}")
 
-    show(model, val_batch, val_documents, args.prompt, settings)
-    print(f"checkpoint: {checkpoint_path}")
+
+def main(argv=None):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    rank, n_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # one process speaks and saves, for all of them
+    try:
+        job = prepare(args, rank, n_processes)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not job:
+        return
+    try:
+        with alone_in(args.out) if rank == 0 else nullcontext():
+            train(job)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"out of memory: {str(error).splitlines()[0]}\nadd --checkpoint-activations, halve --batch-size and double "
+                 f"--grad-accumulation (both with --resume, from {args.out / 'checkpoint.pt'}), or train anew with a lower "
+                 "--context-length")
 
 
 if __name__ == "__main__":
