@@ -214,6 +214,35 @@ def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
     return torch.cat(rows)
 
 
+def hugging_face_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, doc_ids=None, **options):
+    """Anchor attention for the RoPE models of Hugging Face transformers, with the signature of their AttentionInterface:
+    register it there and call model(tokens, doc_ids=doc_ids), as the README's "Take it home" shows.
+
+    query (B, H, T, D), key and value (B, H_kv, T, D), already rotated -> (B, T, H, D), and None for the weights.
+    doc_ids (B, T) int64, best on the CPU, where each layer reads them; padding is a document like any other.
+    ValueError: no doc_ids, a model without RoPE, or one whose attention is another than softmax(q k / sqrt(D)) v.
+    """
+    T, D, layer = query.shape[2], query.shape[3], type(module).__name__
+    if doc_ids is None:
+        raise ValueError(f"{layer} got no doc_ids: call model(tokens, doc_ids=doc_ids). For inference load the model without "
+                         "this attention: a single document needs none but the causal one")
+    if not (getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_theta", None)):
+        raise ValueError(f"{layer} has no RoPE: anchor attention is for models that rotate queries and keys")
+    asked = {"softcap": options.get("softcap"), "s_aux": options.get("s_aux"), "dropout": dropout or None,
+             "sliding_window": options.get("sliding_window"), "attention_mask": attention_mask, "scaling": scaling}
+    if asked["sliding_window"] is not None and asked["sliding_window"] >= T:  # it hides nothing
+        asked["sliding_window"] = None
+    if scaling is not None and math.isclose(scaling, D**-0.5):
+        asked["scaling"] = None
+    for name, value_asked in asked.items():
+        if value_asked is not None:
+            raise ValueError(f"{layer} asks for attention with {name} = {value_asked}, which anchor attention does not have")
+    if key.shape[2] != T or doc_ids.shape != (len(query), T):
+        raise ValueError(f"{layer} got {T} queries, {key.shape[2]} keys and doc_ids {tuple(doc_ids.shape)}: expected doc_ids "
+                         "(B, T) of whole rows, without a cache")
+    return attend_by_document(query, key, value, doc_ids, "anchor").transpose(1, 2), None
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # 4. The model
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import anchor_gpt
 import train
-from anchor_gpt import ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_document, attend_by_mask, rope_cos_sin
+from anchor_gpt import ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_document, attend_by_mask, hugging_face_attention, rope_cos_sin
 from data import (BOS, NO_TARGET, VOCAB_SIZE, PackedRows, encode, load_documents, recall_batch, split_documents,
                   visible_share)
 
@@ -172,6 +172,31 @@ def step_run(step, doc_ids, device):
     return now(device) - began
 
 
+def load_model(folder):
+    """A causal language model of Hugging Face transformers and its tokenizer, with anchor attention at hand."""
+    try:
+        from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise ValueError("--model needs transformers: pip install transformers") from None
+    AttentionInterface.register("anchor", hugging_face_attention)
+    AttentionInterface.register("recording", recording_attention)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+class PretrainedStep(nn.Module):
+    """A pretrained model in the place of ours in train_step: full attention without doc_ids, anchor with them."""
+
+    def __init__(self, model, attention):
+        super().__init__()
+        self.model, self.attention = model, attention
+
+    def forward(self, tokens, doc_ids, targets):
+        self.model.set_attn_implementation("anchor" if self.attention == "anchor" else "sdpa")
+        options = {"doc_ids": doc_ids} if self.attention == "anchor" else {}
+        logits = self.model(tokens, use_cache=False, **options).logits
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+
+
 def now(device):
     if device != "cpu":
         torch.cuda.synchronize()
@@ -214,6 +239,9 @@ def peak_memory(*case):
 
 def speed(args):
     device, dtype = args.device, getattr(torch, args.dtype)
+    if args.model:
+        model = load_model(args.model)[0].to(device).train()
+        optimizer, args.no_memory, args.step = train.make_optimizer(model, 0.1), True, False
     varlen = device != "cpu" and dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None
     results = []
     for mean_length in [None] if args.data is not None else args.mean_lengths:
@@ -221,6 +249,11 @@ def speed(args):
             f"log-normal documents of {mean_length:,} tokens on average"
         for T in args.context_lengths:
             doc_ids = doc_ids_for(T, mean_length, args.data)
+            if args.model:
+                runs = {c: partial(step_run, (PretrainedStep(model, c), optimizer, train.SETTINGS["dtype"][device != "cpu"]),
+                                   doc_ids, device) for c in ("full", "anchor")}
+                results += summarize("training step", runs, doc_ids, args, source, dtype, args.model)
+                continue
             fits = {"full": T <= args.full_up_to, "plain": T <= args.full_up_to, "mask": T <= args.mask_up_to,
                     "forward": args.flex, "varlen": varlen}  # a case runs where all that its name says does
             here = [c for c in CASES if all(ok for word, ok in fits.items() if word in c)]
@@ -233,7 +266,7 @@ def speed(args):
     return results
 
 
-def summarize(kind, runs, doc_ids, args, source, dtype):
+def summarize(kind, runs, doc_ids, args, source, dtype, model="train.py's default model and dtype"):
     """Times the runs, prints their table and returns it as a list of dicts."""
     T = doc_ids.shape[1]
     seconds = take_turns(runs, args.repeats, f"{kind} at {T:,}")
@@ -246,7 +279,7 @@ def summarize(kind, runs, doc_ids, args, source, dtype):
                       "spread": (max(seconds[c]) - min(seconds[c])) / median[c], "times_faster": base and base / median[c],
                       "cost_per_visible_pair": base and median[c] / base / share, "tokens_per_second": T / median[c],
                       "peak_mib": None if args.no_memory else peak_memory(kind, c, doc_ids, args.device, dtype)})
-    what = f"6 heads of 64, {args.dtype}, forward + backward" if kind == "attention" else "train.py's default model and dtype"
+    what = f"6 heads of 64, {args.dtype}, forward + backward" if kind == "attention" else model
     print_table(f"{kind}, {what}; {T:,} tokens, {int(doc_ids.max()):,} {source}",
                 ["", "visible", "median ms", "spread", "x full", "cost a visible pair", "tokens/s", "peak MiB"],
                 [[r["case"], f"{r['visible']:.1%}", f"{1e3 * r['seconds']:,.1f}", f"{r['spread']:.0%}",
@@ -336,7 +369,66 @@ def model_qk(checkpoint, context_length, data):
     return [(x[0, :H].double(), x[0, H:].double().repeat_interleave(group, dim=0)) for x in captured]
 
 
+recorded = []  # of recording_attention: the attention weights of each layer, (H, T, T)
+
+
+def recording_attention(module, query, key, value, attention_mask, **options):
+    """Full causal attention for transformers' AttentionInterface that keeps its weights, from q and k as they are rotated
+    and rounded, all else in float64."""
+    T, group = query.shape[2], query.shape[1] // key.shape[1]
+    logits = query[0].double() @ key[0].double().repeat_interleave(group, dim=0).transpose(1, 2) / math.sqrt(query.shape[3])
+    recorded.append(logits.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(dim=-1).float())
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2), None
+
+
+def model_change_by_shift(model, tokens, shift):
+    """A pretrained model's attention weights on tokens (1, T) when all positions shift -> [(|change| summed over heads and
+    queries (T,), weight of each key summed likewise (T,)), ...] a layer. A layer's inputs have changed, too, by then: the
+    change is that of the whole model, as in the paper's Figure 1."""
+    runs = []
+    for s in (0, shift):
+        recorded.clear()
+        with torch.no_grad():
+            model(tokens, position_ids=torch.arange(tokens.shape[1])[None] + s, use_cache=False)
+        runs.append(recorded.copy())
+    recorded.clear()
+    return [((a - b).abs().sum(dim=(0, 1), dtype=torch.float64), a.sum(dim=(0, 1), dtype=torch.float64)) for a, b in zip(*runs)]
+
+
+def rope_of_model(args):
+    model, tokenizer = load_model(args.model)
+    model.set_attn_implementation("recording")
+    text = max(load_documents(args.data or None)[:200], key=len).decode(errors="replace")[:20 * max(args.context_lengths)]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    results = {"source": args.model, "suffix": "_model", "context": {}, "share": {}}
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for T in tqdm(args.context_lengths, desc=str(dtype), leave=False, disable=None):
+            layers = model_change_by_shift(model, torch.tensor([[tokenizer.bos_token_id] + ids[:T - 1]]), 16)
+            results["context"].setdefault(str(dtype), []).append((T, sum(changed.sum().item() for changed, _ in layers)))
+    print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {args.model}",
+                ["model in", *(f"{T:,}" for T in args.context_lengths)],
+                [[name, *(f"{D:,.3g}" for _, D in row)] for name, row in results["context"].items()])
+    changed, mass = (sum(x) for x in zip(*layers))
+    results["share"] = {"all layers": ((changed / changed.sum()).tolist(), (mass / mass.sum()).tolist())}
+    print_shares(f"{args.model} in bfloat16; {T:,} tokens", [(f"layer {i}", *layer) for i, layer in enumerate(layers)]
+                 + [("all layers", changed, mass)])
+    return results
+
+
+def print_shares(what, layers):
+    """The first token's share: layers of (name, |change| a key (T,), weight a key (T,))."""
+    rows = []
+    for name, changed, mass in layers:
+        share, held = (changed[0] / changed.sum()).item(), (mass[0] / mass.sum()).item()
+        rows.append([name, f"{changed.sum().item():,.1f}", f"{share:.2%}", f"{held:.2%}", f"{2 / (len(changed) + 1):.2%}",
+                     f"{share / max(held, 1e-12):.2f}"])
+    print_table(f"the first token's share of D; {what}", ["", "D", "of D", "of the weights", "fair share", "D / weights"], rows)
+
+
 def rope(args):
+    if args.model:
+        return rope_of_model(args)
     longest = max(args.context_lengths)
     if args.checkpoint:
         layers, source = model_qk(args.checkpoint, longest, args.data), f"{args.checkpoint}, a held-out document"
@@ -379,15 +471,9 @@ def rope(args):
                 [[name, *(f"{D:,.3g}" for _, D in row)] for name, row in results["context"].items()])
 
     paper = "bfloat16 tables, too (the paper)"
-    rows = []
-    for i, (q, k) in enumerate(layers):
-        _, changed, mass = change_by_shift(q, k, 16, paper)
-        share, held = changed / changed.sum(), mass / mass.sum()
-        results["share"][f"layer {i}"] = (share.tolist(), held.tolist())
-        rows.append([f"layer {i}", f"{changed.sum().item():,.1f}", f"{share[0].item():.2%}", f"{held[0].item():.2%}",
-                     f"{2 / (longest + 1):.2%}", f"{share[0].item() / max(held[0].item(), 1e-12):.2f}"])
-    print_table(f"the first token's share of D; {paper}; {longest:,} tokens; {source}",
-                ["", "D", "of D", "of the weights", "fair share", "D / weights"], rows)
+    changes = [(f"layer {i}", *change_by_shift(q, k, 16, paper)[1:]) for i, (q, k) in enumerate(layers)]
+    results["share"] = {name: ((changed / changed.sum()).tolist(), (mass / mass.sum()).tolist()) for name, changed, mass in changes}
+    print_shares(f"{paper}; {longest:,} tokens; {source}", changes)
 
     q, k = layers[0]
     rows = []
@@ -552,28 +638,31 @@ def pyplot():
 
 def plot_rope(results, folder):
     plt = pyplot()
-    figure, ((error, shift), (context, share)) = plt.subplots(2, 2, figsize=(9, 8))
-    for name in PRECISIONS:
-        color = f"C{list(PRECISIONS).index(name)}"
-        error.loglog(*zip(*results["error"][name]), color=color, label=name)
-        shift.loglog(*zip(*((s, weights) for s, _, weights in results["shift"][name])), color=color, marker="o")
-        if name in results["context"]:
-            context.loglog(*zip(*results["context"][name]), color=color, marker="o")
-    error.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
-    shift.set(xlabel="shift of all positions (tokens)", ylabel="summed |change| of a query's weights",
-              title=f"{results['shift_length']:,} tokens")
+    whole = "error" not in results  # a whole pretrained model has no table by position
+    figure, axes = plt.subplots(1 if whole else 2, 2, figsize=(9, 4 if whole else 8))
+    context, share = axes.flat[-2:]
+    for i, (name, row) in enumerate(results["context"].items()):
+        context.loglog(*zip(*row), color=f"C{i}", marker="o", label=name)
     context.set(xlabel="context length (tokens)", ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
-    for axis in (error, shift, context):
-        axis.set_xscale("log", base=2)
     for i, (name, (changed, held)) in enumerate(results["share"].items()):
         keys = range(1, len(changed) + 1)
         share.loglog(keys, changed, color=f"C{i}", linewidth=0.8, label=f"{name}: share of D")
         share.loglog(keys, held, "--", color=f"C{i}", linewidth=0.8, alpha=0.6, label="its share of the weights")
-    share.set(xlabel="key (1 is the first token)", ylabel="share", title=f"bfloat16 tables; {results['source']}")
-    share.title.set_fontsize(9)
+    share.set(xlabel="key (1 is the first token)", ylabel="share", title="bfloat16 tables")
     share.legend(fontsize=7, ncols=2)
-    figure.legend(loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    if not whole:
+        error, shift = axes[0]
+        for i, name in enumerate(results["context"]):
+            error.loglog(*zip(*results["error"][name]), color=f"C{i}")
+            shift.loglog(*zip(*((s, weights) for s, _, weights in results["shift"][name])), color=f"C{i}", marker="o")
+        error.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
+        shift.set(xlabel="shift of all positions (tokens)", ylabel="summed |change| of a query's weights",
+                  title=f"{results['shift_length']:,} tokens")
+    for axis in axes.flat[:-1]:
+        axis.set_xscale("log", base=2)
+    figure.suptitle(results["source"], fontsize=10)
+    figure.legend(*context.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.11 if whole else 0.06, 1, 1))
     figure.savefig(folder / f"rope{results['suffix']}.png")
 
 
@@ -632,6 +721,7 @@ def make_parser():
     s.add_argument("--repeats", type=int, default=5, help="timed runs of each case")
     s.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     s.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of attention alone")
+    s.add_argument("--model", metavar="FOLDER", help="time the training step of a Hugging Face model instead")
     s.add_argument("--full-up-to", type=int, default=131072 if torch.cuda.is_available() else 16384,
                    help="longest context for full attention")
     s.add_argument("--mask-up-to", type=int, default=8192, help="longest context for the dense mask")
@@ -641,6 +731,7 @@ def make_parser():
     r = parts.add_parser("rope", parents=[shared], help="precision", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     r.add_argument("--context-lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="tokens a row")
     r.add_argument("--checkpoint", help="a checkpoint of train.py, instead of random q and k")
+    r.add_argument("--model", metavar="FOLDER", help="a Hugging Face causal language model with RoPE, the whole of it")
     q = parts.add_parser("quality", parents=[shared], help="what each kind learns",
                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     q.add_argument("--seeds", type=int, default=3, help="runs of each kind")
@@ -660,7 +751,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
           + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""))
-    quick = {"speed": "--context-lengths 1024 8192 --mean-lengths 600 --repeats 3", "rope": "--context-lengths 128 512",
+    quick = {"speed": "--context-lengths 1024 8192 --mean-lengths 600 --repeats 2", "rope": "--context-lengths 128 512",
              "quality": "--seeds 1 --steps 0 --recall-steps 100"}
     results = {}
     try:

@@ -42,7 +42,8 @@ def files_below(folder):
     """The files in a folder and its subfolders in a fixed order, without hidden ones and installed packages."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ("site-packages", "dist-packages"))
-        yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
+        files = [Path(where, name) for name in sorted(names) if not name.startswith(".")]
+        yield from (file for file in files if file.is_file() or not file.exists())  # no pipes, which would wait for ever
 
 
 def read_jsonl(path):

@@ -817,6 +817,29 @@ def test_data_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, mo
         assert load_documents(tmp_path) == [b"b"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_data_links_in_a_loop_and_pipes_do_not_hold_it_up(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_text("a")
+    (tmp_path / "folder" / "up").symlink_to(tmp_path)
+    for name, target in (("b", "c"), ("c", "b"), ("nowhere", "gone")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.warns(UserWarning) as warned:
+        assert load_documents(tmp_path) == [b"a"]
+    assert [str(w.message).count("left out: ") for w in warned] == [1, 1, 1]
+
+
+def test_data_a_document_of_100_mb_is_rows_like_any_other():
+    book = b"".join(b"%019d\n" % i for i in range(5_000_000))
+    rows = PackedRows([b"short", book, b"", b"x"], 1001, seed=0)
+    assert rows.rows_per_epoch == (100_000_000 + 5 + 1 + 4) // 1000
+    tokens, doc_ids, _ = rows.row(50_000)
+    order, ends, _ = rows.shuffle(0)
+    begin = 50_000_000 - (ends[list(order).index(1)] - len(book) - 1)
+    assert bytes(tokens[1:].tolist()) == book[begin:begin + 1000] and doc_ids[1:].tolist() == [1] * 1000
+
+
 def test_data_default_corpus_is_the_standard_library():
     documents = load_documents()
     assert len(documents) > 500 and Path(dataclasses.__file__).read_bytes() in documents
@@ -1401,6 +1424,121 @@ def test_bench_recall_rate_is_the_share_of_right_answers(monkeypatch):
     rate = bench.recall_rate(seven, 64, None, 2, "float32", n_documents=64)
     rows = [data.recall_batch(64, 8, 2, (7, 64, i), None, packed=False)[0] for i in range(0, 64, 8)]
     assert rate == (torch.cat(rows)[:, -2] == ord("7")).double().mean().item() and 0 < rate < 0.3
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Home: the README's code for other people's models, run as it stands there. Needs transformers, which is no requirement
+
+
+def code_of_readme(containing):
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [b for b in blocks if containing in b]
+    return block
+
+
+def pretrained(name, folder, **options):
+    """A tiny random model of one of transformers' architectures, saved with a tokenizer of bytes -> folder."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers to test the README's code for it")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", "</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes | options)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+    return str(folder)
+
+
+LLAMAS = pytest.mark.parametrize("name, options", [("Llama", {}), ("Mistral", {"sliding_window": None}),
+                                                   ("Mistral", {"sliding_window": 64}), ("Qwen2", {})])
+
+
+@LLAMAS
+def test_home_the_readmes_loop_trains_as_the_dense_mask_does(tmp_path, monkeypatch, name, options):
+    folder = pretrained(name, tmp_path / "model", **options)
+    monkeypatch.chdir(tmp_path)
+    home = {"name": folder, "texts": [f"text {i} " * (i % 4) for i in range(20)], "context_length": 64}
+    block = code_of_readme("AttentionInterface.register")
+    for line in ("name = ", "texts = ", "context_length = "):  # what the reader fills in
+        assert f"\n{line}" in block
+        block = re.sub(rf"(?m)^{line}.*\n", "", block)
+    gradients = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *_: gradients.append(
+        [p.grad.clone() for group in self.param_groups for p in group["params"]]))
+    exec(block, home)
+
+    from transformers import AutoModelForCausalLM
+    dense = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")  # none of ours in it
+    rows = home["rows"]
+    assert len(rows) == len(gradients) > 2
+    for row, gradient in zip(rows, gradients):
+        doc_ids = [0, 1]
+        for token in row[1:-1].tolist():
+            doc_ids.append(doc_ids[-1] + (token == 1))
+        doc_ids = torch.tensor([doc_ids])
+        targets = [-100] * 64
+        for t in range(63):
+            if t == 0 or doc_ids[0, t] == doc_ids[0, t + 1]:
+                targets[t] = int(row[t + 1])
+        logits = dense(row[None], attention_mask=expected_mask(doc_ids, "anchor")[:, None],
+                       position_ids=torch.arange(64)[None]).logits
+        loss = F.cross_entropy(logits[0], torch.tensor(targets))
+        for a, b in zip(gradient, torch.autograd.grad(loss, list(dense.parameters())), strict=True):
+            assert_close(a, b, 1e-4 * max(b.abs().max().item(), 1e-3))
+    assert (tmp_path / "out-home" / "config.json").exists()
+
+
+@LLAMAS
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_home_logits_and_gradients_are_the_dense_masks(tmp_path, name, options, checkpointing):
+    folder = pretrained(name, tmp_path, **options)
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2, 3, 3, 3, 3], [0, 1, 2, 2, 2, 2, 2, 2, 2, 2]])
+    tokens = torch.randint(258, doc_ids.shape, generator=torch.Generator().manual_seed(0))
+    results = []
+    for attention in ("anchor", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).double().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        options = {"doc_ids": doc_ids} if attention == "anchor" else {
+            "attention_mask": expected_mask(doc_ids, "anchor")[:, None], "position_ids": torch.arange(10)[None].expand(2, -1)}
+        logits = model(tokens, use_cache=False, **options).logits
+        results.append((logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b, 1e-9 * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("name, options, call, says", [
+    ("Llama", {}, {"doc_ids": None}, r"got no doc_ids: call model\(tokens, doc_ids=doc_ids\)"),
+    ("Llama", {}, {"doc_ids": torch.tensor([[0, 1, 1]])}, r"doc_ids \(1, 3\)"),
+    ("Mistral", {"sliding_window": 4}, {}, "sliding_window = 4"),
+    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 99}, {}, "softcap = 50"),
+    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 99, "sliding_window": 99, "attn_logit_softcapping": None}, {}, "scaling = 0.1"),
+    ("Llama", {"attention_dropout": 0.5}, {}, "dropout = 0.5"),
+    ("OPT", {"word_embed_proj_dim": 32}, {}, "has no RoPE")])
+def test_home_refuses_what_it_cannot_serve(tmp_path, name, options, call, says):
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
+    folder = pretrained(name, tmp_path, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="anchor").train()
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2]])
+    with pytest.raises(ValueError, match=says):
+        model(torch.ones(1, 6, dtype=torch.int64), **{"doc_ids": doc_ids} | call)
+
+
+def test_home_refuses_a_cache(tmp_path):
+    folder = pretrained("Llama", tmp_path)
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="anchor").eval()
+    doc_ids = torch.tensor([[0, 1, 1, 1]])
+    cache = model(torch.ones(1, 4, dtype=torch.int64), doc_ids=doc_ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="got 1 queries, 5 keys"):
+        model(torch.ones(1, 1, dtype=torch.int64), doc_ids=doc_ids[:, :1], past_key_values=cache)
 
 
 # ----------------------------------------------------------------------------------------------------------------
