@@ -252,7 +252,7 @@ def speed(args):
             if args.model:
                 runs = {c: partial(step_run, (PretrainedStep(model, c), optimizer, train.SETTINGS["dtype"][device != "cpu"]),
                                    doc_ids, device) for c in ("full", "anchor")}
-                results += summarize("training step", runs, doc_ids, args, source, dtype, args.model)
+                results += summarize("training step", runs, doc_ids, args, source, dtype, Path(args.model).name)
                 continue
             fits = {"full": T <= args.full_up_to, "plain": T <= args.full_up_to, "mask": T <= args.mask_up_to,
                     "forward": args.flex, "varlen": varlen}  # a case runs where all that its name says does
@@ -400,18 +400,19 @@ def rope_of_model(args):
     model.set_attn_implementation("recording")
     text = max(load_documents(args.data or None)[:200], key=len).decode(errors="replace")[:20 * max(args.context_lengths)]
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    results = {"source": args.model, "suffix": "_model", "context": {}, "share": {}}
-    for dtype in (torch.float32, torch.bfloat16):
-        model.to(dtype)
-        for T in tqdm(args.context_lengths, desc=str(dtype), leave=False, disable=None):
+    name = Path(args.model).name
+    results = {"source": name, "suffix": "_model", "context": {}, "share": {}}
+    for dtype in ("float32", "bfloat16"):
+        model.to(getattr(torch, dtype))
+        for T in tqdm(args.context_lengths, desc=dtype, leave=False, disable=None):
             layers = model_change_by_shift(model, torch.tensor([[tokenizer.bos_token_id] + ids[:T - 1]]), 16)
-            results["context"].setdefault(str(dtype), []).append((T, sum(changed.sum().item() for changed, _ in layers)))
-    print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {args.model}",
+            results["context"].setdefault(dtype, []).append((T, sum(changed.sum().item() for changed, _ in layers)))
+    print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {name}",
                 ["model in", *(f"{T:,}" for T in args.context_lengths)],
-                [[name, *(f"{D:,.3g}" for _, D in row)] for name, row in results["context"].items()])
+                [[dtype, *(f"{D:,.3g}" for _, D in row)] for dtype, row in results["context"].items()])
     changed, mass = (sum(x) for x in zip(*layers))
     results["share"] = {"all layers": ((changed / changed.sum()).tolist(), (mass / mass.sum()).tolist())}
-    print_shares(f"{args.model} in bfloat16; {T:,} tokens", [(f"layer {i}", *layer) for i, layer in enumerate(layers)]
+    print_shares(f"{name} in bfloat16; {T:,} tokens", [(f"layer {i}", *layer) for i, layer in enumerate(layers)]
                  + [("all layers", changed, mass)])
     return results
 
@@ -632,7 +633,7 @@ def pyplot():
         sys.exit("--plot needs matplotlib: pip install matplotlib")
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"figure.dpi": 110, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
     return plt
 
 
@@ -645,10 +646,11 @@ def plot_rope(results, folder):
         context.loglog(*zip(*row), color=f"C{i}", marker="o", label=name)
     context.set(xlabel="context length (tokens)", ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
     for i, (name, (changed, held)) in enumerate(results["share"].items()):
-        keys = range(1, len(changed) + 1)
-        share.loglog(keys, changed, color=f"C{i}", linewidth=0.8, label=f"{name}: share of D")
-        share.loglog(keys, held, "--", color=f"C{i}", linewidth=0.8, alpha=0.6, label="its share of the weights")
-    share.set(xlabel="key (1 is the first token)", ylabel="share", title="bfloat16 tables")
+        edges = np.unique(np.geomspace(1, len(changed) + 1, 60).round().astype(int))  # means over ranges of keys that grow
+        for shares, style, what in ((changed, "-", f"{name}: share of D"), (held, "--", "share of the weights")):
+            share.loglog(edges[:-1], np.add.reduceat(shares, edges[:-1] - 1) / np.diff(edges), style, color=f"C{i}", label=what,
+                         linewidth=1)
+    share.set(xlabel="key (1 is the first token)", ylabel="share of a key", title="bfloat16 tables")
     share.legend(fontsize=7, ncols=2)
     if not whole:
         error, shift = axes[0]

@@ -349,7 +349,8 @@ def test_visibility_through_the_whole_model(attend, attention, doc_ids, seed, wh
     with torch.no_grad():
         difference = (model(tokens, doc_ids)[0] != model(changed, doc_ids)[0]).any(dim=-1)  # (B, T)
     expected = torch.zeros_like(difference)
-    expected[b] = expected_mask(doc_ids, attention)[b, :, t]
+    in_one_layer = expected_mask(doc_ids, attention)[b].float()
+    expected[b] = (in_one_layer @ in_one_layer)[:, t] > 0  # in two layers; of these four kinds the same
     assert torch.equal(difference, expected)
 
 
