@@ -633,7 +633,7 @@ def pyplot():
         sys.exit("--plot needs matplotlib: pip install matplotlib")
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    plt.rcParams.update({"figure.dpi": 80, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
     return plt
 
 

@@ -4,7 +4,7 @@
     python -m pytest -k visibility                     # one section
     ATTEND=my_file:my_function python -m pytest        # holds an attention of your own against every property
 
-Sections: rotation, visibility, equivalence, model, data, training, bench, errors, CUDA. Hypothesis looks for the smallest row
+Sections: rotation, visibility, equivalence, model, data, training, bench, home, errors, CUDA. Hypothesis looks for the smallest row
 that breaks a property and prints it. With the variable CI set its examples are fixed; by hand it explores anew.
 """
 import dataclasses
@@ -968,10 +968,16 @@ def test_training_anew_keeps_the_earlier_run(corpus, tmp_path, capsys):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_training_on_a_full_disk_says_so_and_leaves_the_old_checkpoint(corpus, tmp_path):
     before = run(corpus, tmp_path)
-    (tmp_path / "checkpoint.new").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=r"step 9 could not be saved: .*No space left.* is intact"):
+    for name in ("checkpoint.new", "metrics.new"):
+        (tmp_path / name).symlink_to("/dev/full")
+        with pytest.raises(SystemExit, match=r"could not write: .*No space left.*checkpoint\.pt is whole.*--resume"):
+            resume(tmp_path, "--steps", "12")
+        assert same(checkpoint_of(tmp_path), before)
+        (tmp_path / name).unlink()
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with mock.patch("train.keep_metrics"), pytest.raises(SystemExit, match="could not write: .*No space left"):
         resume(tmp_path, "--steps", "12")
-    assert same(checkpoint_of(tmp_path), before)
 
 
 def test_training_killed_while_it_saves_leaves_the_old_checkpoint(corpus, tmp_path, monkeypatch):
@@ -1435,6 +1441,30 @@ def code_of_readme(containing):
     blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     (block,) = [b for b in blocks if containing in b]
     return block
+
+
+def test_home_the_readmes_broken_promise_prints_what_it_says(capsys):
+    block = code_of_readme("[7, 3]")
+    exec(block, {})
+    printed = capsys.readouterr().out.split()
+    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    claimed = readme[readme.index(block) + len(block):].split("```")[2].split()
+    assert printed[::3] == claimed[::3] and printed[1::3] == claimed[1::3] and len(claimed) == 30
+    assert list(map(float, printed[2::3])) == pytest.approx(list(map(float, claimed[2::3])), abs=3e-6)
+
+
+def test_home_the_readmes_batch_for_a_stream_of_documents():
+    stream = torch.tensor([5, 6, 99, 7, 99, 99, 8, 9, 10, 99] * 3)
+    home = {"torch": torch, "F": F, "stream": stream, "block_size": 9, "batch_size": 40, "separator": 99,
+            "doc_ids_from_separators": data.doc_ids_from_separators}
+    torch.manual_seed(0)
+    exec(code_of_readme("starts = torch.randint"), home)
+    for start, x, y, doc_ids in zip(home["starts"].tolist(), home["x"].tolist(), home["y"].tolist(), home["doc_ids"].tolist()):
+        assert x == [99] + stream[start:start + 8].tolist() and doc_ids[:2] == [0, 1]
+        for t in range(1, 9):
+            assert y[t] == (-1 if x[t] == 99 else stream[start + t])
+            assert t == 8 or doc_ids[t + 1] - doc_ids[t] == (x[t] == 99)
+        assert y[0] == stream[start]
 
 
 def pretrained(name, folder, **options):

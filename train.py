@@ -83,11 +83,11 @@ def make_parser():
 # The run's folder: no checkpoint is ever overwritten before its successor is complete
 
 
-def save_checkpoint(path, **state):
-    """Writes beside the old checkpoint, then renames over it: whenever the program dies, a whole one is there."""
+def write_whole(path, write):
+    """Has write(file) write beside the old file, then renames over it: whenever the program dies, a whole one is there."""
     beside = path.with_suffix(".new")
     with open(beside, "wb") as file:
-        torch.save(state, file)
+        write(file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
@@ -124,10 +124,8 @@ def set_aside(path):
 
 def keep_metrics(path, step):
     """Drops the lines after a step, and a line cut short by a kill: a resumed run writes them again."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    beside = path.with_suffix(".new")
-    beside.write_text("".join(x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= step))
-    os.replace(beside, path)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    write_whole(path, lambda file: file.writelines(x for x in lines if x.endswith(b"}\n") and json.loads(x)["step"] <= step))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -372,12 +370,9 @@ def train(job):
         if not all(p.isfinite().all() for p in model.parameters()):
             diverged(step, "the weights are not finite")
         if job.rank == 0:
-            try:
-                save_checkpoint(checkpoint_path, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
-                                settings=job.settings, corpus=job.corpus)
-            except OSError as error:
-                sys.exit(f"step {step} could not be saved: {error}; the {checkpoint_path} saved before is intact. Make room, then "
-                         "go on with --resume")
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "settings": job.settings,
+                     "corpus": job.corpus}
+            write_whole(checkpoint_path, lambda file: torch.save(state, file))
 
     start = 0
     if job.checkpoint:
@@ -467,6 +462,9 @@ def main(argv=None):
     try:
         with alone_in(args.out) if rank == 0 else nullcontext():
             train(job)
+    except OSError as error:
+        sys.exit(f"could not write: {error}; {args.out / 'checkpoint.pt'} is whole, as it was saved before. Make room, then go on "
+                 "with --resume")
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
