@@ -241,7 +241,7 @@ def speed(args):
     device, dtype = args.device, getattr(torch, args.dtype)
     if args.model:
         model = load_model(args.model)[0].to(device).train()
-        optimizer, args.no_memory, args.step = train.make_optimizer(model, 0.1), True, False
+        optimizer, args.no_memory = train.make_optimizer(model, 0.1), True
     varlen = device != "cpu" and dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None
     results = []
     for mean_length in [None] if args.data is not None else args.mean_lengths:

@@ -1561,6 +1561,30 @@ def test_home_refuses_what_it_cannot_serve(tmp_path, name, options, call, says):
         model(torch.ones(1, 6, dtype=torch.int64), **{"doc_ids": doc_ids} | call)
 
 
+def test_home_bench_records_the_weights_that_the_model_has(tmp_path):
+    folder = pretrained("Qwen2", tmp_path)
+    model, tokens = bench.load_model(folder)[0], torch.randint(258, (1, 20), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")
+    eager = model(tokens, output_attentions=True).attentions
+    shifted = model(tokens, output_attentions=True, position_ids=torch.arange(20)[None] + 1000).attentions
+    model.set_attn_implementation("recording")
+    layers = bench.model_change_by_shift(model, tokens, 1000)
+    for (changed, mass), before, after in zip(layers, eager, shifted, strict=True):
+        assert_close(mass, before[0].sum(dim=(0, 1)), 1e-4)
+        assert_close(changed, (before - after)[0].abs().sum(dim=(0, 1)), 1e-4)
+
+
+def test_home_bench_runs_on_a_pretrained_model(tmp_path, capsys):
+    folder = pretrained("Llama", tmp_path / "tiny")
+    bench.main(["rope", "--model", folder, "--context-lengths", "16", "32", "--json", str(tmp_path / "x.json")])
+    context = json.loads((tmp_path / "x.json").read_text())["rope"]["context"]
+    assert all(1000 * low < high for (_, low), (_, high) in zip(context["float32"], context["bfloat16"]))
+    bench.main(["speed", "--model", folder, "--context-lengths", "64", "--mean-lengths", "8", "--repeats", "1", "--device", "cpu",
+                "--json", str(tmp_path / "x.json")])
+    assert [r["case"] for r in json.loads((tmp_path / "x.json").read_text())["speed"]] == ["full", "anchor"]
+    assert "all layers" in capsys.readouterr().out
+
+
 def test_home_refuses_a_cache(tmp_path):
     folder = pretrained("Llama", tmp_path)
     from transformers import AttentionInterface, AutoModelForCausalLM
