@@ -1,7 +1,7 @@
 """AnchorAttention in one file: a compact Llama-style transformer for rows of packed documents.
 
 The paper is *When Precision Meets Position: BFloat16 Breaks Down RoPE in Long-Context Training* (Wang et al.,
-TMLR 2025, arXiv 2411.13476). Read from top to bottom this file is the paper:
+TMLR 2025, arXiv 2411.13476). Read from top to bottom this file is the paper's method:
 
   1. who sees whom    a row is [anchor, document 1, document 2, ...]; four kinds of attention over it
   2. positions        position ids and RoPE, its angles and tables never in bfloat16
@@ -140,8 +140,8 @@ def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
     """The tables of RoPE: cos and sin of position * theta^(-2i / head_dim) for i = 0 ... head_dim/2 - 1.
 
     position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64: in float32 they
-    are off by up to 0.005 radians below position 131,072, and as a float32 matmul autocast would compute them in
-    bfloat16, where positions above 256 collapse onto each other.
+    are off by up to 0.005 radians below position 131,072; and a float32 matmul is what autocast runs in bfloat16, where
+    positions above 256 collapse onto each other.
     ValueError: an odd head_dim.
     """
     if head_dim % 2:

@@ -293,7 +293,7 @@ def summarize(kind, runs, doc_ids, args, source, dtype, model="train.py's defaul
 
 PRECISIONS = {  # name: dtype of q and k before and after the rotation, of the angles, of the cos and sin tables
     "float64": (torch.float64, torch.float64, torch.float64),
-    "float32 (this project)": (torch.float32, torch.float64, torch.float32),
+    "float32 throughout": (torch.float32, torch.float64, torch.float32),
     "float32 angles": (torch.float32, torch.float32, torch.float32),
     "bfloat16 q and k": (torch.bfloat16, torch.float64, torch.float32),
     "bfloat16 tables, too (the paper)": (torch.bfloat16, torch.float64, torch.bfloat16),
@@ -650,7 +650,7 @@ def plot_rope(results, folder):
         for shares, style, what in ((changed, "-", f"{name}: share of D"), (held, "--", "share of the weights")):
             share.loglog(edges[:-1], np.add.reduceat(shares, edges[:-1] - 1) / np.diff(edges), style, color=f"C{i}", label=what,
                          linewidth=1)
-    share.set(xlabel="key (1 is the first token)", ylabel="share of a key", title="bfloat16 tables")
+    share.set(xlabel="key (1 is the first token)", ylabel="share of a key", title="the paper's case")
     share.legend(fontsize=7, ncols=2)
     if not whole:
         error, shift = axes[0]

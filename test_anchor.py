@@ -167,13 +167,13 @@ def errors(precision):
 
 
 def test_rotation_in_float32_is_relative_up_to_2_to_the_17_with_an_error_that_does_not_grow():
-    ours = errors("float32 (this project)")
+    ours = errors("float32 throughout")
     assert max(ours) < 2e-8 and max(ours) < 1.5 * min(ours)
 
 
 def test_rotation_with_float32_angles_drifts_and_float64_angles_are_why_ours_does_not():
     drift = errors("float32 angles")
-    assert drift[-1] > 500 * drift[0] and drift[-1] > 5_000 * errors("float32 (this project)")[-1]
+    assert drift[-1] > 500 * drift[0] and drift[-1] > 5_000 * errors("float32 throughout")[-1]
 
 
 def test_rotation_breaks_in_bfloat16_in_three_ways_of_which_one_grows_with_the_position():
@@ -183,7 +183,7 @@ def test_rotation_breaks_in_bfloat16_in_three_ways_of_which_one_grows_with_the_p
     position; what grows with the context is their sum over ever more queries.
     3. Positions or angles in bfloat16: grows, until positions collapse onto each other and the logit means nothing."""
     stored, tables, angles = map(errors, ("bfloat16 q and k", "bfloat16 tables, too (the paper)", "bfloat16 angles, too"))
-    assert min(stored) > 20_000 * max(errors("float32 (this project)"))
+    assert min(stored) > 20_000 * max(errors("float32 throughout"))
     assert max(stored) < 1.3 * min(stored) and max(tables) < 1.4 * min(tables)
     assert all(1.3 < t / s < 2.1 for t, s in zip(tables, stored))
     assert angles[0] > 10 * tables[0] and angles[-1] > 10 * angles[0]
