@@ -214,32 +214,41 @@ def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
     return torch.cat(rows)
 
 
+def check_plain_attention(module, query, key, attention_mask, scaling, dropout, options):
+    """Refuses what transformers may ask of an attention function beyond causal softmax(q k / sqrt(D)) v. ValueError."""
+    T, D, config, layer = query.shape[2], query.shape[3], module.config, type(module).__name__
+    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)):
+        raise ValueError(f"{layer} has no RoPE: anchor attention is for models that rotate queries and keys")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others or not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer} is of a model with {sorted(others) or 'attention that is not causal'}: documents would see each "
+                         "other there")
+    asked = {name: options.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias", "indices")}
+    asked |= {"dropout": dropout or None, "attention_mask": attention_mask,
+              "scaling": None if scaling is None or math.isclose(scaling, D**-0.5) else scaling,
+              "sliding_window": options.get("sliding_window", getattr(config, "sliding_window", None))}
+    if asked["sliding_window"] is not None and asked["sliding_window"] >= T:  # it hides nothing
+        del asked["sliding_window"]
+    for name, value in asked.items():
+        if value is not None:
+            raise ValueError(f"{layer} asks for attention with {name} = {value}, which anchor attention does not have")
+    if key.shape[2] != T:
+        raise ValueError(f"{layer} got {T} queries and {key.shape[2]} keys: expected whole rows, without a cache")
+
+
 def hugging_face_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, doc_ids=None, **options):
     """Anchor attention for the RoPE models of Hugging Face transformers, with the signature of their AttentionInterface:
     register it there and call model(tokens, doc_ids=doc_ids), as the README's "Take it home" shows.
 
     query (B, H, T, D), key and value (B, H_kv, T, D), already rotated -> (B, T, H, D), and None for the weights.
     doc_ids (B, T) int64, best on the CPU, where each layer reads them; padding is a document like any other.
-    ValueError: no doc_ids, a model without RoPE, or one whose attention is another than softmax(q k / sqrt(D)) v.
+    ValueError: no doc_ids or of another shape, and as check_plain_attention.
     """
-    T, D, layer = query.shape[2], query.shape[3], type(module).__name__
-    if doc_ids is None:
-        raise ValueError(f"{layer} got no doc_ids: call model(tokens, doc_ids=doc_ids). For inference load the model without "
-                         "this attention: a single document needs none but the causal one")
-    if not (getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_theta", None)):
-        raise ValueError(f"{layer} has no RoPE: anchor attention is for models that rotate queries and keys")
-    asked = {"softcap": options.get("softcap"), "s_aux": options.get("s_aux"), "dropout": dropout or None,
-             "sliding_window": options.get("sliding_window"), "attention_mask": attention_mask, "scaling": scaling}
-    if asked["sliding_window"] is not None and asked["sliding_window"] >= T:  # it hides nothing
-        asked["sliding_window"] = None
-    if scaling is not None and math.isclose(scaling, D**-0.5):
-        asked["scaling"] = None
-    for name, value_asked in asked.items():
-        if value_asked is not None:
-            raise ValueError(f"{layer} asks for attention with {name} = {value_asked}, which anchor attention does not have")
-    if key.shape[2] != T or doc_ids.shape != (len(query), T):
-        raise ValueError(f"{layer} got {T} queries, {key.shape[2]} keys and doc_ids {tuple(doc_ids.shape)}: expected doc_ids "
-                         "(B, T) of whole rows, without a cache")
+    if doc_ids is None or doc_ids.shape != (len(query), query.shape[2]):
+        got = "no doc_ids" if doc_ids is None else f"doc_ids {tuple(doc_ids.shape)}"
+        raise ValueError(f"{type(module).__name__} got {got} for {len(query)} rows of {query.shape[2]} tokens: call model(tokens, "
+                         "doc_ids=doc_ids). For inference load it without this attention: one document needs only the causal one")
+    check_plain_attention(module, query, key, attention_mask, scaling, dropout, options)
     return attend_by_document(query, key, value, doc_ids, "anchor").transpose(1, 2), None
 
 
@@ -365,7 +374,9 @@ class GPT(nn.Module):
         else:
             attend = partial(attend_by_mask, doc_ids=doc_ids, attention=config.attention,
                              mask=attention_mask(doc_ids.to(tokens.device), config.attention))
-        positions = position_ids(doc_ids, config.attention).to(tokens.device)
+        positions = position_ids(doc_ids, config.attention)
+        if tokens.is_cuda:
+            positions = positions.pin_memory().to(tokens.device, non_blocking=True)  # without waiting for the GPU
         cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta,
                                 torch.promote_types(x.dtype, torch.float32))  # never below float32
 

@@ -19,7 +19,6 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,8 @@ from tqdm import tqdm
 
 import anchor_gpt
 import train
-from anchor_gpt import ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_document, attend_by_mask, hugging_face_attention, rope_cos_sin
+from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_document, attend_by_mask, attention_mask,
+                        check_plain_attention, document_lengths, hugging_face_attention, rope_cos_sin)
 from data import (BOS, NO_TARGET, VOCAB_SIZE, PackedRows, encode, load_documents, recall_batch, split_documents,
                   visible_share)
 
@@ -66,63 +66,72 @@ def doc_ids_for(context_length, mean_length, data):
     return log_normal_doc_ids(context_length, mean_length, seed=0)
 
 
-def flex_attention(q, k, v, doc_ids, attention):
-    """Anchor attention by PyTorch's FlexAttention, compiled, as the official code has it: for comparison alone."""
+def prepare_flex(doc_ids, device):
+    """PyTorch's FlexAttention, compiled, as the official code has it: for comparison alone."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    ids = doc_ids[0].to(q.device)
-    key = doc_ids.data_ptr()
-    if key not in flex_attention_state:  # mask and kernel are made once a row, outside of what is timed
-        mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((ids[i] == ids[j]) | (j == 0)), 1, None, len(ids), len(ids),
-                                 device=q.device)
-        flex_attention_state[key] = doc_ids, mask, torch.compile(flex_attention, dynamic=False)  # keeps doc_ids, and its key
-    _, mask, kernel = flex_attention_state[key]
-    return kernel(q, k, v, block_mask=mask)
+    torch._dynamo.reset()  # else the ninth row would no longer be compiled
+    ids, T = doc_ids[0].to(device), doc_ids.shape[1]
+    mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((ids[i] == ids[j]) | (j == 0)), 1, None, T, T, device=device,
+                             _compile=device != "cpu")  # uncompiled it needs T x T
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
 
 
-flex_attention_state = {}
-
-
-def varlen_attention(q, k, v, doc_ids, attention):
-    """Anchor attention in one call of PyTorch's variable-length kernel (CUDA, 16 bit), on a row with its copies of the
-    anchor in it: for comparison alone."""
+def prepare_varlen(doc_ids, device):
+    """One call of PyTorch's variable-length kernel (CUDA, 16 bit) on a row with its copies of the anchor in it: for
+    comparison alone."""
     from torch.nn.attention.varlen import varlen_attn
-    row = doc_ids[0].cpu().numpy()
+    row = doc_ids[0].numpy()
     starts = np.flatnonzero(np.diff(row))[1:] + 1  # of the second document, the third, ...
     order = np.insert(np.arange(len(row)), starts, 0)  # the row with a copy of the anchor in front of each of them
     ends = np.append(starts + np.arange(len(starts)), len(order))
     is_copy = np.zeros(len(order), dtype=bool)
     is_copy[ends[:-1]] = True
-    cumulative = torch.from_numpy(np.insert(ends, 0, 0)).to(q.device, torch.int32)
+    order, kept = (torch.from_numpy(x).to(device) for x in (order, np.flatnonzero(~is_copy)))
+    cumulative = torch.from_numpy(np.insert(ends, 0, 0)).to(device, torch.int32)
     longest = int(np.diff(ends, prepend=0).max())
-    q, k, v = (x[0].transpose(0, 1)[torch.from_numpy(order).to(q.device)] for x in (q, k, v))  # (T + copies, H, D)
-    y = varlen_attn(q, k, v, cumulative, cumulative, longest, longest, window_size=(-1, 0))
-    return y[torch.from_numpy(~is_copy).to(q.device)].transpose(0, 1)[None]
+
+    def attend(q, k, v):
+        q, k, v = (x[0].transpose(0, 1)[order] for x in (q, k, v))  # (T + copies, H, D)
+        return varlen_attn(q, k, v, cumulative, cumulative, longest, longest, window_size=(-1, 0))[kept].transpose(0, 1)[None]
+    return attend
 
 
-CASES = {  # what is timed: (function, attention kind, whether backward, too)
-    "full": (attend_by_document, "full", True),
-    "intra_doc": (attend_by_document, "intra_doc", True),
-    "anchor": (attend_by_document, "anchor", True),
-    "anchor by mask": (attend_by_mask, "anchor", True),
-    "anchor by varlen": (varlen_attention, "anchor", True),
-    "full, forward": (attend_by_document, "full", False),
-    "anchor, forward": (attend_by_document, "anchor", False),
-    "anchor by flex, forward": (flex_attention, "anchor", False),
+def prepare_by_document(attention, doc_ids, device):
+    return partial(attend_by_document, doc_ids=doc_ids, attention=attention, lengths=document_lengths(doc_ids))
+
+
+def prepare_by_mask(attention, doc_ids, device):
+    return partial(attend_by_mask, doc_ids=doc_ids, attention=attention, mask=attention_mask(doc_ids.to(device), attention))
+
+
+CASES = {  # what is timed: (attention kind, what makes attend(q, k, v) for a row, whether backward, too)
+    "full": ("full", partial(prepare_by_document, "full"), True),
+    "intra_doc": ("intra_doc", partial(prepare_by_document, "intra_doc"), True),
+    "anchor": ("anchor", partial(prepare_by_document, "anchor"), True),
+    "anchor by mask": ("anchor", partial(prepare_by_mask, "anchor"), True),
+    "anchor by varlen": ("anchor", prepare_varlen, True),
+    "full, forward": ("full", partial(prepare_by_document, "full"), False),
+    "anchor, forward": ("anchor", partial(prepare_by_document, "anchor"), False),
+    "anchor by flex, forward": ("anchor", prepare_flex, False),
 }
 
 
-def attention_run(case, doc_ids, device, dtype, n_head=6, head_dim=64):
+def attention_run(attend, backward, T, device, dtype, n_head=6, head_dim=64):
     """Fresh inputs, then one attention (and its backward) -> seconds."""
-    attend, attention, backward = CASES[case]
-    T = doc_ids.shape[1]
     q, k, v, g = (torch.randn(1, T, n_head, head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_(backward)
     began = now(device)
-    y = attend(q, k, v, doc_ids, attention)
+    y = attend(q, k, v)
     if backward:
         torch.autograd.grad(y, (q, k, v), g)
     return now(device) - began
+
+
+def prepare_attention(case, doc_ids, device, dtype):
+    """What a model works out once a forward, not once a layer, is outside of what is timed."""
+    _, prepare, backward = CASES[case]
+    return partial(attention_run, prepare(doc_ids, device), backward, doc_ids.shape[1], device, dtype)
 
 
 class PlainGPT(nn.Module):
@@ -172,7 +181,7 @@ def step_run(step, doc_ids, device):
     return now(device) - began
 
 
-def load_model(folder):
+def load_model(folder, dtype=torch.float32):
     """A causal language model of Hugging Face transformers and its tokenizer, with anchor attention at hand."""
     try:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -180,7 +189,7 @@ def load_model(folder):
         raise ValueError("--model needs transformers: pip install transformers") from None
     AttentionInterface.register("anchor", hugging_face_attention)
     AttentionInterface.register("recording", recording_attention)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
 
 
 class PretrainedStep(nn.Module):
@@ -213,16 +222,16 @@ def take_turns(runs, repeats, what):
 
 
 def peak_of_this_process(kind, case, doc_ids, device, dtype):
+    before = torch.cuda.memory_allocated()  # by what was timed; 0 without CUDA
     if kind == "attention":
-        run = partial(attention_run, case, doc_ids, device, dtype)
+        run = prepare_attention(case, doc_ids, device, dtype)
     else:
         run = partial(step_run, make_step(case, doc_ids.shape[1], device), doc_ids, device)
+    run()
     if device != "cpu":
-        run()
         torch.cuda.reset_peak_memory_stats()
         run()
-        return torch.cuda.max_memory_allocated() / 2**20
-    run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     if sys.platform == "linux":  # where ru_maxrss also counts the process that started this one
         return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
     import resource  # Unix alone has it
@@ -242,7 +251,7 @@ def speed(args):
     if args.model:
         model = load_model(args.model)[0].to(device).train()
         optimizer, args.no_memory = train.make_optimizer(model, 0.1), True
-    varlen = device != "cpu" and dtype == torch.bfloat16 and find_spec("torch.nn.attention.varlen") is not None
+    varlen = device != "cpu" and dtype == torch.bfloat16 and torch.__version__ >= (2, 11)  # older ones have another signature
     results = []
     for mean_length in [None] if args.data is not None else args.mean_lengths:
         source = f"documents of {args.data or 'the standard library'}" if args.data is not None else \
@@ -257,7 +266,7 @@ def speed(args):
             fits = {"full": T <= args.full_up_to, "plain": T <= args.full_up_to, "mask": T <= args.mask_up_to,
                     "forward": args.flex, "varlen": varlen}  # a case runs where all that its name says does
             here = [c for c in CASES if all(ok for word, ok in fits.items() if word in c)]
-            runs = {c: partial(attention_run, c, doc_ids, device, dtype) for c in here}
+            runs = {c: prepare_attention(c, doc_ids, device, dtype) for c in here}
             results += summarize("attention", runs, doc_ids, args, source, dtype)
             if args.step:
                 here = [c for c in STEPS if all(ok for word, ok in fits.items() if word in c)]
@@ -274,7 +283,7 @@ def summarize(kind, runs, doc_ids, args, source, dtype, model="train.py's defaul
     table = []
     for c in runs:
         base = median.get("full, forward" if "forward" in c else "full")
-        share = visible_share(doc_ids, STEPS[c] if c in STEPS else CASES[c][1])
+        share = visible_share(doc_ids, STEPS[c] if c in STEPS else CASES[c][0])
         table.append({"kind": kind, "source": source, "context_length": T, "case": c, "visible": share, "seconds": median[c],
                       "spread": (max(seconds[c]) - min(seconds[c])) / median[c], "times_faster": base and base / median[c],
                       "cost_per_visible_pair": base and median[c] / base / share, "tokens_per_second": T / median[c],
@@ -372,9 +381,10 @@ def model_qk(checkpoint, context_length, data):
 recorded = []  # of recording_attention: the attention weights of each layer, (H, T, T)
 
 
-def recording_attention(module, query, key, value, attention_mask, **options):
+def recording_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options):
     """Full causal attention for transformers' AttentionInterface that keeps its weights, from q and k as they are rotated
     and rounded, all else in float64."""
+    check_plain_attention(module, query, key, attention_mask, scaling, dropout, options)
     T, group = query.shape[2], query.shape[1] // key.shape[1]
     logits = query[0].double() @ key[0].double().repeat_interleave(group, dim=0).transpose(1, 2) / math.sqrt(query.shape[3])
     recorded.append(logits.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(dim=-1).float())
@@ -396,16 +406,20 @@ def model_change_by_shift(model, tokens, shift):
 
 
 def rope_of_model(args):
-    model, tokenizer = load_model(args.model)
-    model.set_attn_implementation("recording")
     text = max(load_documents(args.data or None)[:200], key=len).decode(errors="replace")[:20 * max(args.context_lengths)]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
     name = Path(args.model).name
     results = {"source": name, "suffix": "_model", "context": {}, "share": {}}
     for dtype in ("float32", "bfloat16"):
-        model.to(getattr(torch, dtype))
+        # Not model.to(dtype), which would also round the rotation's frequencies.
+        model, tokenizer = load_model(args.model, getattr(torch, dtype))
+        model.eval().set_attn_implementation("recording")
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) < max(args.context_lengths):
+            raise ValueError(f"the text has {len(ids)} tokens, expected {max(args.context_lengths)}: lower --context-lengths or name "
+                             "another --data")
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for T in tqdm(args.context_lengths, desc=dtype, leave=False, disable=None):
-            layers = model_change_by_shift(model, torch.tensor([[tokenizer.bos_token_id] + ids[:T - 1]]), 16)
+            layers = model_change_by_shift(model, torch.tensor([[first] + ids[:T - 1]]), 16)
             results["context"].setdefault(dtype, []).append((T, sum(changed.sum().item() for changed, _ in layers)))
     print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {name}",
                 ["model in", *(f"{T:,}" for T in args.context_lengths)],
@@ -657,7 +671,8 @@ def plot_rope(results, folder):
         for i, name in enumerate(results["context"]):
             error.loglog(*zip(*results["error"][name]), color=f"C{i}")
             shift.loglog(*zip(*((s, weights) for s, _, weights in results["shift"][name])), color=f"C{i}", marker="o")
-        error.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)", title="unit vectors, 100 tokens apart")
+        error.set(xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)",
+                  title="unit vectors, 100 tokens apart")
         shift.set(xlabel="shift of all positions (tokens)", ylabel="summed |change| of a query's weights",
                   title=f"{results['shift_length']:,} tokens")
     for axis in axes.flat[:-1]:
@@ -721,7 +736,8 @@ def make_parser():
     s.add_argument("--context-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens a row")
     s.add_argument("--mean-lengths", type=int, nargs="+", default=[600, 30, 6000], help="tokens a document, unless --data")
     s.add_argument("--repeats", type=int, default=5, help="timed runs of each case")
-    s.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    s.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"),
+                   help="where")
     s.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of attention alone")
     s.add_argument("--model", metavar="FOLDER", help="time the training step of a Hugging Face model instead")
     s.add_argument("--full-up-to", type=int, default=131072 if torch.cuda.is_available() else 16384,
@@ -740,7 +756,7 @@ def make_parser():
     q.add_argument("--steps", type=int, default=500, help="of language modelling; 0 leaves it out")
     q.add_argument("--context-length", type=int, default=2048, help="tokens a row of language modelling")
     q.add_argument("--short-length", type=int, default=256, help="tokens of the documents that recall is learned on")
-    q.add_argument("--short-steps", type=int, default=200, help="of that")
+    q.add_argument("--short-steps", type=int, default=300, help="of that")
     q.add_argument("--recall-length", type=int, default=2048, help="tokens a row when each kind continues")
     q.add_argument("--recall-steps", type=int, default=40, help="of that; 0 leaves the recall task out")
     q.add_argument("--facts", type=int, default=1, help="facts a recall document; 1 is the passkey task")

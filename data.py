@@ -225,11 +225,11 @@ def recall_batch(context_length, n_rows, n_facts, seed, depth=None, packed=True)
     shortest, generator, rows = 6 * n_facts + 6 + 16, np.random.default_rng(seed), []
     for _ in range(n_rows):
         tokens, doc_ids, targets = [BOS], [0], [NO_TARGET] * context_length
-        while len(tokens) < context_length:
-            left = context_length - len(tokens)
-            length = int(generator.integers(shortest, left, endpoint=True)) if packed and left > shortest else left
-            if left - length < shortest:
-                length = left
+        lengths, left = [], context_length - 1
+        while packed and left >= 2 * shortest:
+            lengths.append(int(generator.integers(shortest, left - shortest, endpoint=True)))
+            left -= lengths[-1]
+        for length in generator.permutation(lengths + [left]).tolist():  # else the long ones would always come first
             document = recall_document(length, n_facts, generator.integers(2**31), depth)
             tokens += document
             doc_ids += [doc_ids[-1] + 1] * length

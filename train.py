@@ -86,11 +86,15 @@ def make_parser():
 def write_whole(path, write):
     """Has write(file) write beside the old file, then renames over it: whenever the program dies, a whole one is there."""
     beside = path.with_suffix(".new")
-    with open(beside, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:  # half a file on a full disk is in the way of everything
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def load_checkpoint(path):
@@ -162,6 +166,14 @@ def sum_over_processes(number):
     return total.item()
 
 
+def leave_together():
+    """Every process waits for the last: one that leaves early makes torchrun end the others, and one that leaves while a
+    gradient or a sum is still on its way may wait for itself (gloo's thread for Python's lock, Python for the thread)."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def to_device(x, device):
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
@@ -179,7 +191,8 @@ def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
     n_processes = dist.get_world_size() if dist.is_initialized() else 1
     total = 0.0
     for i, ((tokens, doc_ids, targets), count) in enumerate(zip(batches, counts)):
-        model.require_backward_grad_sync = i == len(batches) - 1  # DistributedDataParallel sends gradients but once
+        # DistributedDataParallel is to send gradients once; on a GPT alone this says nothing.
+        model.require_backward_grad_sync = i == len(batches) - 1
         with autocast(model, dtype):
             loss = model(to_device(tokens, device), doc_ids, to_device(targets, device))[1] * (count / n_targets)
         (loss * n_processes).backward()  # DistributedDataParallel takes the mean over the processes, where this is a sum
@@ -257,6 +270,8 @@ def settle(args, n_processes):
     device = args.device.split(":")[0]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: this PyTorch sees no CUDA device, use --device cpu")
+    if n_processes > 1 and ":" in args.device:
+        raise ValueError(f"--device {args.device}: under torchrun every process takes a GPU of its own, use --device cuda")
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     settings = {name: default[device == "cuda"] for name, default in SETTINGS.items()}
     settings["grad_accumulation"] = n_processes * math.ceil(settings["grad_accumulation"] / n_processes)
@@ -407,18 +422,18 @@ def train(job):
         stop = sum_over_processes(len(signals)) > 0  # all processes stop after the same step
         look = (step + 1) % S.eval_interval == 0 or step + 1 == S.steps
         if stop or look or len(unread) == READ_INTERVAL:
-            seconds = time.perf_counter() - began
-            for number, lr, loss, norm in unread:
-                loss, norm = sum_over_processes(loss.item()), norm.item()
+            # The one place that waits for the device.
+            read = [(number, rate, sum_over_processes(loss.item()), norm.item()) for number, rate, loss, norm in unread]
+            speed = tokens_per_step * len(read) / (time.perf_counter() - began)
+            for number, lr, loss, norm in read:
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     bar.close()
                     diverged(number, f"the loss is {loss} and the norm of its gradient {norm}")
                 metrics.write(json.dumps({"step": number, "loss": loss, "lr": lr, "grad_norm": norm,
-                                          "tokens_per_second": tokens_per_step * len(unread) / seconds}) + "\n")
+                                          "tokens_per_second": speed}) + "\n")
                 losses.append(loss)
-            bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {tokens_per_step * len(unread) / seconds:,.0f} tokens/s",
-                                refresh=False)
-            bar.update(len(unread))
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(len(read))
             unread.clear()
             began = time.perf_counter()
         if look:
@@ -428,10 +443,11 @@ def train(job):
                 bar.write(f"step {step + 1:>5}    train {sum(losses) / len(losses):.3f}    validation {val_loss:.3f} nats "
                           f"a token, {bits:.3f} bits a byte")
             losses.clear()
+        if look or stop:
             save(step + 1)
             began = time.perf_counter()
         if stop:
-            save(step + 1)
+            leave_together()
             bar.close()
             print(f"stopped after step {step + 1} of {S.steps} and saved {checkpoint_path}; to go on: "
                   f"python train.py --resume --out {job.out}")
@@ -440,8 +456,7 @@ def train(job):
     metrics.close()
     for s, handler in handlers.items():
         signal.signal(s, handler)
-    if job.n_processes > 1:
-        dist.destroy_process_group()
+    leave_together()
     if job.rank == 0:
         show(model, job.val_batch, job.held_out, job.prompt, job.settings)
         print(f"checkpoint: {checkpoint_path}")
@@ -463,8 +478,8 @@ def main(argv=None):
         with alone_in(args.out) if rank == 0 else nullcontext():
             train(job)
     except OSError as error:
-        sys.exit(f"could not write: {error}; {args.out / 'checkpoint.pt'} is whole, as it was saved before. Make room, then go on "
-                 "with --resume")
+        sys.exit(f"could not write: {error}; {args.out / 'checkpoint.pt'} is as it was saved before, if it was. Make room, then go "
+                 "on with --resume")
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
