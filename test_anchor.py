@@ -1243,7 +1243,7 @@ def test_training_two_processes_stop_together_when_asked(corpus, tmp_path):
     process = start_two(corpus, tmp_path / "two", "--steps", "100000", "--eval-interval", "100000")
     wait_for_metrics(process, tmp_path / "two", 20)
     process.terminate()
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=120)
     step = checkpoint_of(tmp_path / "two")["step"]
     assert step >= 20 and f"stopped after step {step} of 100000" in printed, errors
     assert [m["step"] for m in metrics_of(tmp_path / "two")] == list(range(1, step + 1))
@@ -1255,14 +1255,14 @@ def test_training_ends_when_one_of_two_processes_dies(corpus, tmp_path):
     wait_for_metrics(process, tmp_path / "two")
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode and "SIGKILL" in errors
 
 
 @torchrun
 def test_training_processes_must_share_out_the_micro_batches(corpus, tmp_path):
     process = start_two(corpus, tmp_path / "two", "--grad-accumulation", "3")
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=120)
     assert process.returncode and "--grad-accumulation 3: expected a multiple of the 2 processes" in errors and not printed
 
 
