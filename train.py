@@ -354,27 +354,31 @@ def prepare(args, rank, n_processes):
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume and not checkpoint:
         print(f"nothing to resume in {args.out} yet, so this starts at step 0")
-    return argparse.Namespace(settings=settings, checkpoint=checkpoint, model=model, optimizer=optimizer, corpus=corpus,
-                              rows=rows, held_out=held_out, val_rows=val_rows, val_batch=val_batch, out=args.out,
-                              prompt=args.prompt, rank=rank, n_processes=n_processes)
+    return argparse.Namespace(settings=settings, checkpoint=checkpoint, device=device, model=model, optimizer=optimizer,
+                              corpus=corpus, rows=rows, held_out=held_out, val_rows=val_rows, val_batch=val_batch,
+                              out=args.out, prompt=args.prompt, rank=rank, n_processes=n_processes)
 
 
-def train(job):
-    S, model, optimizer, rows = argparse.Namespace(**job.settings), job.model, job.optimizer, job.rows
-    device = next(model.parameters()).device
-    rows_per_step = S.batch_size * S.grad_accumulation
-    tokens_per_step = rows_per_step * S.context_length
+def introduce(job):
+    """Prints what is going to be trained on what."""
+    S, rows = argparse.Namespace(**job.settings), job.rows
     share = visible_share(rows.batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
-    print(f"device         {f'{job.n_processes} x ' if job.n_processes > 1 else ''}{device.type}, {S.dtype}, "
+    rows_per_step = S.batch_size * S.grad_accumulation
+    print(f"device         {f'{job.n_processes} x ' if job.n_processes > 1 else ''}{job.device}, {S.dtype}, "
           f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
-          f"model          {sum(p.numel() for p in model.parameters()):,} parameters, context length {S.context_length:,}\n"
+          f"model          {sum(p.numel() for p in job.model.parameters()):,} parameters, context length {S.context_length:,}\n"
           f"attention      {S.attention}, by {S.attend}: {share:.1%} of the causal pairs are visible"
           f"{f', {1 - share:.1%} are not computed' if S.attend == 'document' else ''}\n"
           f"corpus         {S.data or 'the Python standard library'}: {len(rows.documents):,} documents to train on "
           f"({rows.n_tokens:,} tokens), {len(job.held_out):,} held out ({job.val_rows.n_tokens:,} tokens)\n"
-          f"step           {rows_per_step} rows, {tokens_per_step:,} tokens; {S.steps} steps are "
+          f"step           {rows_per_step} rows, {rows_per_step * S.context_length:,} tokens; {S.steps} steps are "
           f"{S.steps * rows_per_step / rows.rows_per_epoch:.2f} epochs")
 
+
+def train(job):
+    S, model, optimizer, rows = argparse.Namespace(**job.settings), job.model, job.optimizer, job.rows
+    rows_per_step = S.batch_size * S.grad_accumulation
+    tokens_per_step = rows_per_step * S.context_length
     checkpoint_path, metrics_path = job.out / "checkpoint.pt", job.out / "metrics.jsonl"
 
     def diverged(step, what):
@@ -402,8 +406,8 @@ def train(job):
 
     replica = model
     if job.n_processes > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if job.device != "cpu":
+            torch.cuda.set_device(job.device)
         dist.init_process_group()  # gloo between CPUs, NCCL between GPUs
         replica = DistributedDataParallel(model)
 
@@ -476,6 +480,7 @@ def main(argv=None):
         return
     try:
         with alone_in(args.out) if rank == 0 else nullcontext():
+            introduce(job)
             train(job)
     except OSError as error:
         sys.exit(f"could not write: {error}; {args.out / 'checkpoint.pt'} is as it was saved before, if it was. Make room, then go "
