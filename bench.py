@@ -770,7 +770,7 @@ def main(argv=None):
     print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
           + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""))
     quick = {"speed": "--context-lengths 1024 8192 --mean-lengths 600 --repeats 2", "rope": "--context-lengths 128 512",
-             "quality": "--seeds 1 --steps 0 --recall-steps 100"}
+             "quality": "--seeds 1 --steps 0 --short-length 128 --short-steps 200 --recall-length 512 --recall-steps 16"}
     results = {}
     try:
         for part, run, plot in (("speed", speed, plot_speed), ("rope", rope, plot_rope), ("quality", quality, plot_quality)):

@@ -404,6 +404,7 @@ def train(job):
         set_aside(metrics_path)
         save(0)  # from here on --resume has something to go on from
 
+    # No torch.compile: every packing has other lengths, so every step compiled anew, 15 to 34 s each on 2 cores.
     replica = model
     if job.n_processes > 1:
         if job.device != "cpu":
