@@ -428,7 +428,7 @@ def train(job):
         look = (step + 1) % S.eval_interval == 0 or step + 1 == S.steps
         if stop or look or len(unread) == READ_INTERVAL:
             # The one place that waits for the device.
-            read = [(number, rate, sum_over_processes(loss.item()), norm.item()) for number, rate, loss, norm in unread]
+            read = [(number, lr, sum_over_processes(loss.item()), norm.item()) for number, lr, loss, norm in unread]
             speed = tokens_per_step * len(read) / (time.perf_counter() - began)
             for number, lr, loss, norm in read:
                 if not (math.isfinite(loss) and math.isfinite(norm)):
