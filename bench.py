@@ -62,7 +62,7 @@ def log_normal_doc_ids(context_length, mean_length, seed):
 def doc_ids_for(context_length, mean_length, data):
     """A row's doc_ids: from a corpus (data: a path) where mean_length is None, else log-normal."""
     if mean_length is None:
-        return PackedRows(load_documents(data or None), context_length, seed=0).batch(0, 1)[1]
+        return PackedRows(load_documents(data or None), context_length, seed=0).shuffled_batch(0, 1)[1]
     return log_normal_doc_ids(context_length, mean_length, seed=0)
 
 
@@ -556,12 +556,12 @@ def language(args, dtype):
     T = args.context_length
     train_documents, held_out = split_documents(load_documents(args.data or None), 0.05, seed=0)
     short, val = definitions(train_documents), PackedRows(definitions(held_out), T, seed=0)
-    val_batch = val.batch(0, min(32, val.rows_per_epoch))
+    val_batch = val.shuffled_batch(0, min(32, val.rows_per_epoch))
     config = dict(vocab_size=VOCAB_SIZE, context_length=T, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_hidden=688)
     results = {a: [] for a in ATTENTIONS}
     for seed in range(args.seeds):
         rows = PackedRows(short, T, seed)
-        runs = train_side_by_side(config, lambda step: rows.batch(step, 1), args.steps, seed,
+        runs = train_side_by_side(config, lambda step: rows.shuffled_batch(step, 1), args.steps, seed,
                                   lambda model: train.evaluate(model, val_batch, 1, dtype)[0], dtype)
         shortest_time = min(history[-1][1] for history, _ in runs.values())
         for attention, (history, model) in runs.items():
@@ -572,7 +572,7 @@ def language(args, dtype):
     print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "
                 f"{args.seeds} seeds: mean (least-largest), nats a token",
                 ["", "visible", "seconds", "held-out loss", "at equal time"],
-                [[a, f"{visible_share(rows.batch(0, 64)[1], a):.1%}", spread([r["history"][-1][1] for r in runs], "{:.0f}"),
+                [[a, f"{visible_share(rows.shuffled_batch(0, 64)[1], a):.1%}", spread([r["history"][-1][1] for r in runs], "{:.0f}"),
                   spread([r["history"][-1][2] for r in runs]), spread([r["at_equal_time"] for r in runs])]
                  for a, runs in results.items()])
     ranges = [(first, last) for first, last, _ in results["full"][0]["by_position"]]

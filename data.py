@@ -168,9 +168,9 @@ class PackedRows:
         targets[:-1][continues] = tokens[1:][continues]
         return torch.from_numpy(tokens), torch.from_numpy(doc_ids), torch.from_numpy(targets)
 
-    def batch(self, i, n):
+    def shuffled_batch(self, i, n):
         """n rows for training -> tokens, doc_ids, targets, each (n, T) int64: from number i on in the shuffled order of
-        each epoch's rows, so batch(i, 1) is not row(i). Neighbours in the stream are pieces of one document, too alike to
+        each epoch's rows, so the first of them is not row(i). Neighbours in the stream are pieces of one document, too alike to
         learn from at once.
         """
         rows = []
@@ -261,7 +261,7 @@ def describe(documents, context_lengths):
     if not fit:
         return "\n".join([*lines, f"(too few tokens to fill one row of {min(context_lengths):,})"])
     packed = [PackedRows(documents, T, seed=0) for T in fit]
-    sampled = [rows.batch(0, min(rows.rows_per_epoch, 64))[1] for rows in packed]
+    sampled = [rows.shuffled_batch(0, min(rows.rows_per_epoch, 64))[1] for rows in packed]
     lines.append(" " * 16 + "".join(f"{T:>10,}" for T in fit))
     for attention in ATTENTIONS:
         lines.append(f"{attention:<16}" + "".join(f"{visible_share(doc_ids, attention):>10.1%}" for doc_ids in sampled))

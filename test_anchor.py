@@ -750,15 +750,15 @@ def test_data_batches_take_every_row_of_an_epoch_once(documents, context_length,
     rows = packed(documents, context_length, seed)
     n = rows.rows_per_epoch
     row = lambda *tensors: tuple(tuple(x.tolist()) for x in tensors)
-    batch = [row(*tensors) for i in range(n) for tensors in zip(*rows.batch(epoch * n + i, 1))]
+    batch = [row(*tensors) for i in range(n) for tensors in zip(*rows.shuffled_batch(epoch * n + i, 1))]
     assert Counter(batch) == Counter(row(*rows.row(epoch * n + i)) for i in range(n))
-    assert batch == [row(*tensors) for tensors in zip(*packed(documents, context_length, seed).batch(epoch * n, n))]
+    assert batch == [row(*tensors) for tensors in zip(*packed(documents, context_length, seed).shuffled_batch(epoch * n, n))]
 
 
 @given(corpora, st.integers(2, 20), seeds)
 def test_data_doc_ids_can_be_read_off_the_separators(documents, context_length, seed):
     rows = packed(documents, context_length, seed)
-    tokens, doc_ids, _ = rows.batch(0, 2 * rows.rows_per_epoch)
+    tokens, doc_ids, _ = rows.shuffled_batch(0, 2 * rows.rows_per_epoch)
     assert torch.equal(data.doc_ids_from_separators(tokens, EOS), doc_ids)
     tokens[:, 0] = EOS  # as GPT-2's one special token would have it
     assert torch.equal(data.doc_ids_from_separators(tokens, EOS), doc_ids)
@@ -769,7 +769,7 @@ def test_data_every_epoch_and_every_seed_shuffles_documents_and_rows_anew():
     for corpus in (documents, [b"".join(documents)]):  # one long document: its rows alone can be shuffled
         epochs = [[PackedRows(corpus, 11, seed).row(20 * epoch + i)[0].tolist() for i in range(20)]
                   for seed in (0, 1) for epoch in range(5)]
-        batches = [PackedRows(corpus, 11, seed).batch(n * epoch, n)[0].tolist() for seed in (0, 1) for epoch in range(5)
+        batches = [PackedRows(corpus, 11, seed).shuffled_batch(n * epoch, n)[0].tolist() for seed in (0, 1) for epoch in range(5)
                    for n in [PackedRows(corpus, 11, seed).rows_per_epoch]]
         orders = epochs + batches if corpus is documents else batches
         assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
@@ -851,7 +851,7 @@ def test_data_description_says_what_the_attention_kinds_save():
     text = data.describe([b"a" * 9] * 4 + [b"b" * 3], [11])
     assert "5 documents, 44 tokens" in text and "full                100.0%" in text
     rows = PackedRows([b"abc"] * 4, 9, 0)  # an anchor and two documents of four: 45 pairs, 1 + 2 * 10, 1 + 2 * 14
-    doc_ids = rows.batch(0, 2)[1]
+    doc_ids = rows.shuffled_batch(0, 2)[1]
     assert [data.visible_share(doc_ids, a) for a in ATTENTIONS] == [1.0, 21 / 45, 21 / 45, 29 / 45]
 
 
@@ -1058,7 +1058,7 @@ def test_training_counts_optimizer_steps_not_micro_batches(corpus, tmp_path):
 def uneven_batch():
     """Four rows with very different numbers of targets."""
     rows = PackedRows([(b"a\0" * 20)[:n] for n in (0, 0, 0, 0, 0, 0, 0, 1, 40, 3)], 12, seed=0)
-    batch = rows.batch(0, 4)
+    batch = rows.shuffled_batch(0, 4)
     counts = (batch[2] != NO_TARGET).sum(dim=1).tolist()
     assert max(counts) > 2 * min(counts)
     return batch
@@ -1113,11 +1113,11 @@ def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
     assert for_train[0] == for_val[0] == 20 and for_train[1] == 5
     rows = PackedRows(train_documents, 20, 5)
     for step, (_, _, batches, learning_rate, grad_clip, dtype, _) in enumerate(calls["train_step"]):
-        assert same(batches, [rows.batch(6 * step, 3), rows.batch(6 * step + 3, 3)])
+        assert same(batches, [rows.shuffled_batch(6 * step, 3), rows.shuffled_batch(6 * step + 3, 3)])
         assert learning_rate == train.learning_rate_at(step, flags) and (grad_clip, dtype) == (0.7, "bfloat16")
     assert len(calls["train_step"]) == 2
     for _, batch, batch_size, dtype, _ in calls["evaluate"]:
-        assert same(batch, PackedRows(held_out, 20, 0).batch(0, 1)) and (batch_size, dtype) == (3, "bfloat16")
+        assert same(batch, PackedRows(held_out, 20, 0).shuffled_batch(0, 1)) and (batch_size, dtype) == (3, "bfloat16")
     assert len(calls["evaluate"]) == 3 and calls["sample"][0][1] == "b"
 
 
@@ -1272,7 +1272,7 @@ def test_training_processes_must_share_out_the_micro_batches(corpus, tmp_path):
 def test_training_can_learn_a_tiny_corpus_by_heart(attention):
     torch.manual_seed(0)
     rows = PackedRows([b"the quick brown fox", b"jumps over", b"a lazy dog and runs away!!!"], 59, seed=0)
-    batch = rows.batch(0, 1)
+    batch = rows.shuffled_batch(0, 1)
     model = GPT(GPTConfig(context_length=59, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=64, attention=attention))
     optimizer = train.make_optimizer(model, 0.0)
     for _ in range(150):
@@ -1375,7 +1375,7 @@ def test_bench_change_by_shift_is_the_papers_difference():
 def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
     config = dict(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
     one_document = PackedRows([b"abcdefgh" * 4], 16, 0)
-    runs = bench.train_side_by_side(config, lambda step: one_document.batch(step, 1), 8, 0, lambda model: model.norm.weight.sum()
+    runs = bench.train_side_by_side(config, lambda step: one_document.shuffled_batch(step, 1), 8, 0, lambda model: model.norm.weight.sum()
                                     .item(), "float32")
     assert list(runs) == list(ATTENTIONS)
     histories = {a: [(step, report) for step, _, report in history] for a, (history, _) in runs.items()}
@@ -1387,7 +1387,7 @@ def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
 def test_bench_kinds_continue_from_the_weights_they_are_given():
     config = dict(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
     base, rows = GPT(GPTConfig(**config)), PackedRows([b"abcdefgh" * 4], 16, 0)
-    runs = bench.train_side_by_side(config, lambda step: rows.batch(step, 1), 8, 0, lambda model: model.embedding.weight.sum()
+    runs = bench.train_side_by_side(config, lambda step: rows.shuffled_batch(step, 1), 8, 0, lambda model: model.embedding.weight.sum()
                                     .item(), "float32", weights=base.state_dict())
     assert all(history[0] == (0, 0.0, base.embedding.weight.sum().item()) for history, _ in runs.values())
     assert all(history[-1][2] != history[0][2] for history, _ in runs.values())

@@ -350,7 +350,7 @@ def prepare(args, rank, n_processes):
     for_training, held_out = split_documents(documents, settings["val_fraction"], seed=0)  # for every --seed the same
     rows = PackedRows(for_training, settings["context_length"], settings["seed"])
     val_rows = PackedRows(held_out, settings["context_length"], seed=0)
-    val_batch = val_rows.batch(0, min(settings["eval_rows"], val_rows.rows_per_epoch))
+    val_batch = val_rows.shuffled_batch(0, min(settings["eval_rows"], val_rows.rows_per_epoch))
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume and not checkpoint:
         print(f"nothing to resume in {args.out} yet, so this starts at step 0")
@@ -362,7 +362,7 @@ def prepare(args, rank, n_processes):
 def introduce(job):
     """Prints what is going to be trained on what."""
     S, rows = argparse.Namespace(**job.settings), job.rows
-    share = visible_share(rows.batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
+    share = visible_share(rows.shuffled_batch(0, min(100, rows.rows_per_epoch))[1], S.attention)
     rows_per_step = S.batch_size * S.grad_accumulation
     print(f"device         {f'{job.n_processes} x ' if job.n_processes > 1 else ''}{job.device}, {S.dtype}, "
           f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}\n"
@@ -421,7 +421,7 @@ def train(job):
     began = time.perf_counter()
     for step in range(start, S.steps):
         first = step * rows_per_step + job.rank * rows_per_step // job.n_processes  # every row belongs to one process
-        batches = [rows.batch(first + i, S.batch_size) for i in range(0, rows_per_step // job.n_processes, S.batch_size)]
+        batches = [rows.shuffled_batch(first + i, S.batch_size) for i in range(0, rows_per_step // job.n_processes, S.batch_size)]
         lr = learning_rate_at(step, job.settings)
         unread.append((step + 1, lr, *train_step(replica, optimizer, batches, lr, S.grad_clip, S.dtype)))
         stop = sum_over_processes(len(signals)) > 0  # all processes stop after the same step
