@@ -31,8 +31,8 @@ import anchor_gpt
 import bench
 import data
 import train
-from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, apply_rope, attend_by_mask, attention_mask, document_lengths,
-                        draw_mask, position_ids, rope_cos_sin, visible_pairs)
+from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, PreparedAttention, apply_rope, attend_by_mask, attention_mask,
+                        document_lengths, draw_mask, position_ids, rope_cos_sin, visible_pairs)
 from data import BOS, EOS, NO_TARGET, PackedRows, decode, encode, load_documents, split_documents
 
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, report_multiple_bugs=False)
@@ -43,7 +43,18 @@ our_attend_by_document = anchor_gpt.attend_by_document
 if "ATTEND" in os.environ:  # a reader's own attention takes our place, in the tests of the method and inside the model
     file, function = os.environ["ATTEND"].split(":")
     theirs = getattr(importlib.import_module(file), function)
-    anchor_gpt.attend_by_document = lambda q, k, v, doc_ids, attention, lengths=None: theirs(q, k, v, doc_ids, attention)
+
+    class TheirAttention(PreparedAttention):
+        def __init__(self, doc_ids, attention, attend="document", device="cpu"):
+            super().__init__(doc_ids, attention, attend, device)
+            self.doc_ids = doc_ids
+
+        def __call__(self, q, k, v, scale=None):
+            if self.mask is not None:
+                return super().__call__(q, k, v, scale)
+            return theirs(q.to(v.dtype), k.to(v.dtype), v, self.doc_ids, self.attention)
+    anchor_gpt.PreparedAttention = TheirAttention
+    anchor_gpt.attend_by_document = theirs
 attend_by_document = anchor_gpt.attend_by_document
 
 every_kind = pytest.mark.parametrize("attention", ATTENTIONS)
@@ -213,7 +224,7 @@ def test_rotation_tables_survive_autocast():
 @pytest.mark.parametrize("spoil", ["autocast", "bfloat16 weights"])
 def test_rotation_tables_inside_a_bfloat16_model_keep_positions_above_256_apart(spoil, monkeypatch):
     tables = []
-    monkeypatch.setattr(anchor_gpt, "apply_rope", lambda x, cos, sin: tables.append((cos, sin)) or apply_rope(x, cos, sin))
+    monkeypatch.setattr(anchor_gpt, "apply_rope", lambda x, cos, sin, dtype: tables.append((cos, sin)) or apply_rope(x, cos, sin, dtype))
     model = tiny_model(dtype=torch.bfloat16 if spoil == "bfloat16 weights" else torch.float32, n_head=1, n_kv_head=1)
     tokens = torch.zeros(1, 700, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16, enabled=spoil == "autocast"):
@@ -239,6 +250,7 @@ def test_rotation_keeps_the_dtype_and_computes_in_the_larger_one():
     cos, sin = rope_cos_sin(torch.arange(9)[None] + 300, 64)
     assert apply_rope(x, cos, sin).dtype == torch.bfloat16
     assert torch.equal(apply_rope(x, cos, sin), apply_rope(x.float(), cos, sin).bfloat16())
+    assert torch.equal(apply_rope(x, cos, sin, torch.float32), apply_rope(x.float(), cos, sin))
     assert cos.shape == (1, 1, 9, 32) and cos.dtype == torch.float32
 
 
@@ -501,7 +513,11 @@ def test_equivalence_of_reset_and_running_positions_in_float64(doc_ids, seed):
     assert_close(tiny_model("intra_doc_reset")(tokens, doc_ids)[0], tiny_model("intra_doc")(tokens, doc_ids)[0], 1e-10)
 
 
-def test_equivalence_of_reset_and_running_positions_is_lost_in_bfloat16():
+@pytest.mark.skipif("ATTEND" in os.environ, reason="what is rounded where is ours")
+@pytest.mark.parametrize("float32_up_to, lost", [(0, True), (384, False)], ids=["as on a GPU", "as on a CPU"])
+def test_equivalence_of_reset_and_running_positions_is_lost_where_bfloat16_is_rotated(float32_up_to, lost, monkeypatch):
+    """In short documents a CPU neither rounds the rotated q and k nor computes the attention in bfloat16."""
+    monkeypatch.setattr(anchor_gpt, "FLOAT32_UP_TO", float32_up_to)
     doc_ids = torch.tensor([[0] + [d for d in range(1, 9) for _ in range(64)]])
     tokens = random_tokens(doc_ids)
     difference = {}
@@ -511,7 +527,7 @@ def test_equivalence_of_reset_and_running_positions_is_lost_in_bfloat16():
                               for a in ("intra_doc_reset", "intra_doc"))
         difference[dtype] = ((reset - running).norm() / running.norm()).item()
     assert difference[torch.float32] < 1e-5
-    assert difference[torch.bfloat16] > 1e-2
+    assert difference[torch.bfloat16] > 1e-2 if lost else difference[torch.bfloat16] < 2e-3
 
 
 def test_equivalence_of_any_order_of_the_documents_under_reset():
@@ -558,6 +574,69 @@ def test_equivalence_of_generation_and_teacher_forcing(attention):
     assert torch.equal(model(tokens)[0][:, 3:-1].argmax(dim=-1), tokens[:, 4:])
 
 
+def anchor_gradient_error(attend, inputs, doc_ids, weights, exact):
+    """How far the gradient of the anchor's k and v is from exact, the larger of the two relative errors."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    gradients = torch.autograd.grad((attend(q, k, v, doc_ids, "anchor") * weights).sum(), (k, v))
+    return max(((got[:, :, 0].double() - right[:, :, 0]).norm() / right[:, :, 0].norm()).item()
+               for got, right in zip(gradients, exact))
+
+
+@pytest.mark.parametrize("float32_up_to", [0, 384], ids=["as on a GPU", "as on a CPU"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("weights", ["random", "ones"])
+@pytest.mark.parametrize("n_documents, length", [(2, 300), (16, 8), (64, 30), (512, 4)])
+def test_equivalence_of_the_anchors_gradient_however_many_documents_add_to_it(n_documents, length, weights, dtype,
+                                                                              float32_up_to, monkeypatch):
+    """The sum over all documents is not rounded after each: it is as good as that of by mask."""
+    monkeypatch.setattr(anchor_gpt, "FLOAT32_UP_TO", float32_up_to)
+    doc_ids = torch.tensor([[0] + [d for d in range(1, n_documents + 1) for _ in range(length)]])
+    inputs = [x.detach() for x in random_qkv(doc_ids, 0, 2, 2, 64, dtype)]
+    generator = torch.Generator().manual_seed(1)
+    w = torch.ones(inputs[0].shape) if weights == "ones" else torch.randn(inputs[0].shape, generator=generator)
+    w = w.to(dtype)
+    q, k, v = (x.double().requires_grad_() for x in inputs)
+    y = attend_by_mask(q, k, v, doc_ids, "anchor")
+    exact = torch.autograd.grad((y * w.double()).sum(), (k, v))
+    by_mask, by_document = (anchor_gradient_error(attend, inputs, doc_ids, w, exact)
+                            for attend in (attend_by_mask, attend_by_document))
+    assert by_document <= by_mask + 0.5 * torch.finfo(dtype).eps  # half a unit in the last place: 0.4 % in bfloat16
+
+
+def test_equivalence_of_the_anchors_gradient_through_the_whole_model_under_autocast():
+    doc_ids = torch.tensor([[0] + [d for d in range(1, 257) for _ in range(8)]])
+    tokens = random_tokens(doc_ids, vocab_size=12)
+    tokens[0, 0] = 12  # a token that stands nowhere else, as BOS
+    targets = tokens.roll(-1, dims=1)
+    gradient = {}
+    for name, attend, dtype in (("exact", "mask", torch.float64), ("by mask", "mask", torch.float32),
+                                ("by document", "document", torch.float32)):
+        model = tiny_model(attend=attend, dtype=dtype, n_embd=64)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            model(tokens, doc_ids, targets)[1].backward()
+        gradient[name] = model.embedding.weight.grad[12].double()
+    off = {name: ((g - gradient["exact"]).norm() / gradient["exact"].norm()).item() for name, g in gradient.items()}
+    assert off["by document"] <= off["by mask"] + 0.002
+
+
+@pytest.mark.parametrize("length", [1, 31, 200, 383])
+def test_equivalence_of_short_bfloat16_documents_is_that_of_float32_on_a_cpu(length):
+    """Neither the rotated q and k nor anything inside is rounded: only v, on its way in, and the output."""
+    doc_ids = torch.tensor([[0] + [1] * length + [2] * length])
+    q, k, v = (x.detach() for x in random_qkv(doc_ids, 0, 4, 2, 64, torch.float32))
+    q, v = 2 * q, v.bfloat16()
+    w = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    results = []
+    for dtypes in ((torch.float64,) * 3, (torch.float32, torch.float32, torch.bfloat16)):
+        inputs = [x.to(dtype).requires_grad_() for x, dtype in zip((q, k, v), dtypes)]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = our_attend_by_document(*inputs, doc_ids, "anchor")
+        results.append((y, *torch.autograd.grad((y * w.to(y.dtype)).sum(), inputs)))
+    for what, exact, got, bound in zip(("output", "dq", "dk", "dv"), *results, (2**-8, 2e-4, 2e-4, 2**-8)):
+        assert_close(got, exact, bound * exact.abs().max().item(), what)
+    assert results[1][0].dtype == torch.bfloat16
+
+
 class LargestTensor(TorchDispatchMode):
     """Watches every operation, in forward and backward, for the most elements of any result."""
     numel = 0
@@ -576,7 +655,7 @@ def test_equivalence_needs_nothing_of_size_t_times_t(attention, n_kv_head):
     q, k, v = random_qkv(doc_ids, 0, 2, n_kv_head, dtype=torch.float32)
     with LargestTensor() as largest:
         our_attend_by_document(q, k, v, doc_ids, attention).sum().backward()
-    assert 0 < largest.numel <= 2 * q.numel()  # where T x T would be 128 * q.numel()
+    assert 0 < largest.numel <= 3 * q.numel()  # q, k and v in one, where T x T would be 128 * q.numel()
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -687,6 +766,58 @@ def test_model_samples_only_the_top_k_and_follows_the_temperature():
         assert tokens.shape == (4000, 3)
         assert_close(torch.bincount(tokens[:, -1], minlength=13) / 4000, (logits[0] / temperature).softmax(dim=-1), 0.03)
     assert torch.equal(model.generate(prompts, 3, top_k=1), model.generate(prompts, 3, temperature=0))
+
+
+@pytest.mark.parametrize("attend", ["document", "mask"])
+@every_kind
+def test_model_compiles_once_for_all_packings(attention, attend):
+    model, graphs = tiny_model(attention, attend, dtype=torch.float32), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    for i in range(12):
+        doc_ids = torch.cat([bench.log_normal_doc_ids(40, 8, seed) for seed in (2 * i, 2 * i + 1)])
+        tokens = random_tokens(doc_ids, i)
+        expected, loss = model(tokens, doc_ids, tokens)[1], compiled(tokens, doc_ids, tokens)[1]
+        loss.backward()
+        assert_close(loss, expected, 1e-6)
+        if i == 0:
+            n_graphs = len(graphs)
+    assert len(graphs) == n_graphs > 0
+
+
+def test_model_with_checkpoint_activations_runs_uncompiled_where_it_is_compiled():
+    """PyTorch compiles no checkpointed block with a break in it: nothing is gained, nor compiled again and again."""
+    model, graphs = tiny_model(dtype=torch.float32, checkpoint_activations=True), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    for i in range(12):
+        doc_ids = bench.log_normal_doc_ids(40, 8, i)
+        tokens = random_tokens(doc_ids, i)
+        assert torch.equal(compiled(tokens, doc_ids, tokens)[1], model(tokens, doc_ids, tokens)[1])
+    assert not graphs
+
+
+class NoFloat64OnTheDevice(TorchDispatchMode):
+    """What Apple's GPUs do, on PyTorch's `meta` device, which computes shapes alone."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype == torch.float64:
+                raise TypeError(f"{func}: this device has no float64")
+        return result
+
+
+@pytest.mark.skipif("ATTEND" in os.environ, reason="ours runs on any device")
+@every_kind
+def test_model_needs_no_float64_on_its_device(attention):
+    model = tiny_model(attention, dtype=torch.float32).to("meta")
+    doc_ids = torch.tensor([[0, 1, 1, 2, 2, 2]])
+    tokens = random_tokens(doc_ids).to("meta")
+    with NoFloat64OnTheDevice():
+        logits, loss = model(tokens, doc_ids, tokens)
+        loss.backward()
+        with pytest.raises(TypeError, match="no float64"):
+            rope_cos_sin(tokens, 4)
+    assert logits.device.type == "meta" and logits.shape == (1, 6, 13)
 
 
 def test_model_figure_shows_the_four_kinds():
@@ -1562,7 +1693,7 @@ def test_home_logits_and_gradients_are_the_dense_masks(tmp_path, name, options, 
 
 
 @pytest.mark.parametrize("name, options, call, says", [
-    ("Llama", {}, {"doc_ids": None}, r"got no doc_ids for 1 rows of 6 tokens: call model\(tokens, doc_ids=doc_ids\)"),
+    ("Llama", {}, {"doc_ids": None}, r"got no doc_ids: call model\(tokens, doc_ids=doc_ids\)"),
     ("Llama", {}, {"doc_ids": torch.tensor([[0, 1, 1]])}, r"doc_ids \(1, 3\)"),
     ("Mistral", {"sliding_window": 4}, {}, "sliding_window = 4"),
     ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, {}, "sliding_window = 4"),
@@ -1627,6 +1758,24 @@ def test_home_refuses_a_cache(tmp_path):
 def test_errors_unknown_attention_lists_the_four(call):
     with pytest.raises(ValueError, match="'anker'.*full, intra_doc, intra_doc_reset, anchor"):
         call("anker")
+
+
+@pytest.mark.parametrize("call", [
+    lambda d: attention_mask(d, "window"), lambda d: position_ids(d, "window"), lambda d: visible_pairs(d, "window"),
+    lambda d: our_attend_by_document(*random_qkv(d, 0), d, "window"),
+    lambda d: attend_by_mask(*random_qkv(d, 0), d, "window")])
+def test_errors_a_kind_that_is_named_but_not_served_falls_through_nowhere(call, monkeypatch):
+    monkeypatch.setattr(anchor_gpt, "ATTENTIONS", (*ATTENTIONS, "window"))
+    with pytest.raises(ValueError, match="'window'.*a kind of your own has to be served here, too"):
+        call(torch.tensor([[0, 1, 2]]))
+
+
+@both_ways
+@pytest.mark.parametrize("n_rows, n_tokens", [(2, 3), (1, 4)])
+def test_errors_q_of_other_rows_than_doc_ids(attend, n_rows, n_tokens):
+    q = torch.zeros(n_rows, 1, n_tokens, 4)
+    with pytest.raises(ValueError, match=rf"doc_ids is \(1, 3\), but q has {n_rows} rows of {n_tokens} tokens"):
+        (our_attend_by_document if attend is attend_by_document else attend)(q, q, q, torch.tensor([[0, 1, 1]]), "anchor")
 
 
 @pytest.mark.parametrize("sizes, says", [
