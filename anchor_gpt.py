@@ -35,8 +35,8 @@ ATTENTIONS = ("full", "intra_doc", "intra_doc_reset", "anchor")
 
 def unknown_attention(attention):
     kinds = ", ".join(ATTENTIONS)
-    return ValueError(f"unknown attention kind {attention!r}: choose one of {kinds}; a kind of your own has to "
-                      "be served here, too")
+    return ValueError(f"unknown attention kind {attention!r}: choose one of {kinds}; a kind of your own "
+                      "has to be served here, too")
 
 
 def check_doc_ids(doc_ids):
@@ -481,8 +481,8 @@ def check_plain_attention(module, query, key, attention_mask, dropout, options):
         asked["sliding_window"] = window
     for name, value in asked.items():
         if value is not None:
-            raise ValueError(f"{layer} asks for attention with {name} = {value}, which anchor attention does "
-                             "not have")
+            raise ValueError(f"{layer} asks for attention with {name} = {value!r:.40}, which anchor attention "
+                             "does not have")
     if key.shape[2] != T:
         raise ValueError(f"{layer} got {T} queries and {key.shape[2]} keys: expected whole rows, without a "
                          "cache")
@@ -497,10 +497,14 @@ def hugging_face_attention(module, query, key, value, attention_mask, scaling=No
     ValueError: no doc_ids or of another shape, and as check_plain_attention.
     """
     if doc_ids is None:
-        raise ValueError(f"{type(module).__name__} got no doc_ids: call model(tokens, doc_ids=doc_ids)")
+        raise ValueError(f"{type(module).__name__} got no doc_ids: call model(tokens, doc_ids=doc_ids); if that "
+                         "is what you did, this model does not hand them down to its layers, so it cannot be served")
     check_plain_attention(module, query, key, attention_mask, dropout, options)
     attend = doc_ids if isinstance(doc_ids, PreparedAttention) else PreparedAttention(doc_ids, "anchor")
-    return attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    D_v = value.shape[3]
+    if D_v != query.shape[3]:  # DeepSeek's values have smaller heads than its queries and keys
+        value = F.pad(value, (0, query.shape[3] - D_v))
+    return attend(query, key, value, scaling)[..., :D_v].transpose(1, 2).contiguous(), None
 
 
 @torch.compiler.disable
@@ -539,11 +543,14 @@ def anchor_attention(model):
     hook = model.register_forward_pre_hook(prepare_doc_ids, with_kwargs=True)
     try:
         model.set_attn_implementation("anchor")
+        if model.config._attn_implementation != "anchor":
+            raise ValueError("it does not ask transformers' AttentionInterface for its attention")
         prove_anchor_attention(model)
     except Exception as error:  # a model that is not made for this may fail anywhere inside transformers
         hook.remove()
         model.set_attn_implementation(before)
-        raise ValueError(f"{type(model).__name__} cannot be given anchor attention: {error}") from error
+        raise ValueError(f"{type(model).__name__} cannot be given anchor attention: {type(error).__name__}: "
+                         f"{error}") from error
     return model
 
 

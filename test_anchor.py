@@ -1623,10 +1623,10 @@ def pretrained(name, folder, **options):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, pad_token_id=0)
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**sizes | options)
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -1639,7 +1639,7 @@ def test_home_the_readmes_loop_trains_as_the_dense_mask_does(tmp_path, monkeypat
     folder = pretrained(name, tmp_path / "model", **options)
     monkeypatch.chdir(tmp_path)
     home = {"name": folder, "texts": [f"text {i} " * (i % 4) for i in range(20)], "context_length": 64}
-    block = code_of_readme("AttentionInterface.register")
+    block = code_of_readme("model = anchor_attention(")
     for line in ("name = ", "texts = ", "context_length = "):  # what the reader fills in
         assert f"\n{line}" in block
         block = re.sub(rf"(?m)^{line}.*\n", "", block)
@@ -1671,45 +1671,152 @@ def test_home_the_readmes_loop_trains_as_the_dense_mask_does(tmp_path, monkeypat
     assert (tmp_path / "out-home" / "config.json").exists()
 
 
-@LLAMAS
+def given_anchor_attention(name, folder, dtype=torch.float32, **options):
+    folder = pretrained(name, folder, **options)
+    from transformers import AutoModelForCausalLM
+    return anchor_gpt.anchor_attention(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)), folder
+
+
+SERVED = [("Llama", {}), ("Mistral", {"sliding_window": None}), ("Mistral", {"sliding_window": 64}), ("Qwen2", {}),
+          ("Qwen3", {"head_dim": 8}), ("Qwen3Moe", {"head_dim": 8}), ("Mixtral", {}), ("Phi3", {}), ("GPTNeoX", {}),
+          ("Olmo2", {}), ("SmolLM3", {}), ("Gemma", {"head_dim": 8}), ("Granite", {"attention_multiplier": 0.3}),
+          ("Cohere", {}), ("Qwen2Moe", {"sliding_window": 0}), ("JetMoe", {"kv_channels": 8}), ("DeepseekV3", {
+              "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+              "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2})]
+FLOAT32_ALONE = ("Qwen3Moe", "Mixtral", "Qwen2Moe")  # their experts have no float64
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name, options", SERVED, ids=[name for name, _ in SERVED])
 def test_home_logits_and_gradients_are_the_dense_masks(tmp_path, name, options, checkpointing):
-    folder = pretrained(name, tmp_path, **options)
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
+    dtype, bound = (torch.float32, 1e-4) if name in FLOAT32_ALONE else (torch.float64, 1e-9)
+    model, folder = given_anchor_attention(name, tmp_path, dtype, **options)
+    from transformers import AutoModelForCausalLM
     doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2, 3, 3, 3, 3], [0, 1, 2, 2, 2, 2, 2, 2, 2, 2]])
     tokens = torch.randint(258, doc_ids.shape, generator=torch.Generator().manual_seed(0))
+    dense = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
     results = []
-    for attention in ("anchor", "sdpa"):
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).double().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        options = {"doc_ids": doc_ids} if attention == "anchor" else {
-            "attention_mask": expected_mask(doc_ids, "anchor")[:, None], "position_ids": torch.arange(10)[None].expand(2, -1)}
-        logits = model(tokens, use_cache=False, **options).logits
-        results.append((logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b, 1e-9 * max(1.0, b.abs().max().item()))
+    for m, options in ((model, {"doc_ids": doc_ids}), (dense, {
+            "attention_mask": expected_mask(doc_ids, "anchor")[:, None], "position_ids": torch.arange(10).expand(2, -1)})):
+        m.train()
+        if checkpointing and m.supports_gradient_checkpointing:
+            m.gradient_checkpointing_enable()
+        logits = m(tokens, use_cache=False, **options).logits
+        results.append((logits, *torch.autograd.grad(logits.square().sum(), list(m.parameters()), allow_unused=True)))
+    for got, expected in zip(*results, strict=True):
+        if expected is not None:  # of an expert that no token went to
+            assert_close(got, expected, bound * max(1.0, expected.abs().max().item()))
 
 
-@pytest.mark.parametrize("name, options, call, says", [
-    ("Llama", {}, {"doc_ids": None}, r"got no doc_ids: call model\(tokens, doc_ids=doc_ids\)"),
-    ("Llama", {}, {"doc_ids": torch.tensor([[0, 1, 1]])}, r"doc_ids \(1, 3\)"),
-    ("Mistral", {"sliding_window": 4}, {}, "sliding_window = 4"),
-    ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, {}, "sliding_window = 4"),
-    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "conv"),
-    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 99}, {}, "softcap = 50"),
-    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 99, "sliding_window": 99, "attn_logit_softcapping": None}, {}, "scaling = 0.1"),
-    ("Llama", {"attention_dropout": 0.5}, {}, "dropout = 0.5"),
-    ("OPT", {"word_embed_proj_dim": 32}, {}, "has no RoPE")])
-def test_home_refuses_what_it_cannot_serve(tmp_path, name, options, call, says):
-    transformers = pytest.importorskip("transformers")
-    transformers.AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
+@pytest.mark.parametrize("name, options, says", [
+    ("Mistral", {"sliding_window": 4}, "MistralAttention asks for attention with sliding_window = 4"),
+    ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "sliding_window = 4"),
+    ("Gemma2", {"head_dim": 8, "sliding_window": 99}, "softcap = 50"),
+    ("OPT", {"word_embed_proj_dim": 32}, "has no RoPE"), ("GPT2", {"n_embd": 32, "n_head": 4}, "has no RoPE"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+    ("Bloom", {}, "does not ask transformers' AttentionInterface"),
+    ("OpenAIGPT", {"n_embd": 32, "n_head": 4}, "does not ask transformers' AttentionInterface"),
+    ("Mpt", {"d_model": 32, "n_heads": 4}, "does not ask transformers' AttentionInterface"),
+    ("Mamba", {"state_size": 4}, "document 1 reaches document 2"),
+    ("Falcon", {}, "FalconAttention got no doc_ids.*does not hand them down"),
+    ("Falcon", {"alibi": True}, "AttributeError"),
+    ("StableLm", {}, "does not hand them down"), ("Nemotron", {}, "does not hand them down")])
+def test_home_refuses_by_name_what_it_cannot_serve_and_leaves_it_as_it_was(tmp_path, name, options, says):
     folder = pretrained(name, tmp_path, **options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="anchor").train()
+    from transformers import AutoModelForCausalLM
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder), torch.arange(6)[None]
+    before, implementation = model(tokens).logits, model.config._attn_implementation
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} cannot be given anchor attention: (.|\n)*{says}"):
+        anchor_gpt.anchor_attention(model)
+    assert model.config._attn_implementation == implementation and not model.training
+    assert torch.equal(model(tokens).logits, before)
+
+
+def test_home_the_proof_leaves_no_trace(tmp_path):
+    folder = pretrained("Llama", tmp_path)
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.5).train()
+    model.model.layers[0].eval()  # as somebody may freeze it
+    modes, rng = [m.training for m in model.modules()], torch.get_rng_state()
+    anchor_gpt.anchor_attention(anchor_gpt.anchor_attention(model))  # twice is as good as once
+    assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in model.parameters())
+    model.eval()
     doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2]])
+    tokens = torch.arange(6)[None]
+    expected = model(tokens, doc_ids=doc_ids).logits
+    again = anchor_gpt.anchor_attention(AutoModelForCausalLM.from_pretrained(folder))
+    assert torch.equal(again(tokens, doc_ids=doc_ids).logits, expected)
+
+
+@pytest.mark.parametrize("kind, says", [("full", "document 1 reaches document 2"),
+                                        ("intra_doc", "the anchor does not reach document 1")])
+def test_home_the_proof_finds_an_attention_that_is_not_anchor(tmp_path, monkeypatch, kind, says):
+    causal_blocks = anchor_gpt.causal_blocks
+    monkeypatch.setattr(anchor_gpt, "causal_blocks", lambda q, k, v, lengths, attention, scale: causal_blocks(
+        q, k, v, lengths, kind, scale))
     with pytest.raises(ValueError, match=says):
-        model(torch.ones(1, 6, dtype=torch.int64), **{"doc_ids": doc_ids} | call)
+        given_anchor_attention("Llama", tmp_path)
+
+
+@pytest.mark.parametrize("call, says", [
+    ({}, r"LlamaForCausalLM got no doc_ids: call model\(tokens, doc_ids=doc_ids\).*set_attn_implementation"),
+    ({"doc_ids": torch.tensor([[0, 1, 1]])}, r"doc_ids is \(1, 3\), but q has 1 rows of 6 tokens"),
+    ({"doc_ids": torch.tensor([[0, 1, 1, 2, 2, 2]]), "position_ids": torch.arange(6)[None]}, "leave them out")])
+def test_home_refuses_calls_that_mean_something_else(tmp_path, call, says):
+    model, _ = given_anchor_attention("Llama", tmp_path)
+    with pytest.raises(ValueError, match=says):
+        model(torch.ones(1, 6, dtype=torch.int64), **call)
+
+
+def test_home_refuses_dropout_in_training_alone(tmp_path):
+    model, _ = given_anchor_attention("Llama", tmp_path, attention_dropout=0.5)
+    call = lambda: model(torch.ones(1, 6, dtype=torch.int64), doc_ids=torch.tensor([[0, 1, 1, 1, 2, 2]]))
+    assert call().logits.shape == (1, 6, 258)
+    model.train()
+    with pytest.raises(ValueError, match="dropout = 0.5"):
+        call()
+
+
+def test_home_never_ignores_doc_ids_once_it_was_called(tmp_path):
+    """Inference goes on in causal attention when told to; doc_ids would be ignored then, so they are refused."""
+    model, _ = given_anchor_attention("Llama", tmp_path)
+    model.set_attn_implementation("sdpa")
+    tokens = torch.arange(6)[None]
+    assert model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (1, 9)
+    with pytest.raises(ValueError, match="LlamaForCausalLM would ignore doc_ids.*'sdpa' now.*anchor_attention"):
+        model(tokens, doc_ids=torch.tensor([[0, 1, 1, 1, 2, 2]]))
+
+
+def test_home_looks_at_the_document_lengths_once_a_forward(tmp_path, monkeypatch):
+    model, _ = given_anchor_attention("Llama", tmp_path, num_hidden_layers=3)
+    calls = []
+    monkeypatch.setattr(anchor_gpt, "document_lengths", lambda d: calls.append(1) or document_lengths(d))
+    model(torch.arange(6)[None], doc_ids=torch.tensor([[0, 1, 1, 1, 2, 2]]))
+    assert len(calls) == 1
+
+
+def test_home_output_is_contiguous_for_models_that_view_it():
+    q = torch.randn(2, 4, 6, 8)
+    module = mock.Mock(is_causal=True, config=mock.Mock(layer_types=None, sliding_window=None))
+    y, _ = anchor_gpt.hugging_face_attention(module, q, q, q, None, doc_ids=torch.tensor([[0, 1, 1, 2, 2, 2]] * 2))
+    assert y.shape == (2, 6, 4, 8) and y.is_contiguous()
+
+
+def test_home_compiles_once_for_all_packings(tmp_path):
+    model, _ = given_anchor_attention("Llama", tmp_path)
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    for i in range(12):
+        doc_ids = bench.log_normal_doc_ids(40, 8, i)
+        tokens = random_tokens(doc_ids, i)
+        expected = model(tokens, doc_ids=doc_ids, labels=tokens, use_cache=False).loss
+        loss = compiled(tokens, doc_ids=doc_ids, labels=tokens, use_cache=False).loss
+        loss.backward()
+        assert_close(loss, expected, 1e-5)
+        if i == 0:
+            n_graphs = len(graphs)
+    assert len(graphs) == n_graphs > 0
 
 
 def test_home_bench_records_the_weights_that_the_model_has(tmp_path):
@@ -1738,9 +1845,8 @@ def test_home_bench_runs_on_a_pretrained_model(tmp_path, capsys):
 
 def test_home_refuses_a_cache(tmp_path):
     folder = pretrained("Llama", tmp_path)
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    AttentionInterface.register("anchor", anchor_gpt.hugging_face_attention)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="anchor").eval()
+    from transformers import AutoModelForCausalLM
+    model = anchor_gpt.anchor_attention(AutoModelForCausalLM.from_pretrained(folder))
     doc_ids = torch.tensor([[0, 1, 1, 1]])
     cache = model(torch.ones(1, 4, dtype=torch.int64), doc_ids=doc_ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="got 1 queries and 5 keys"):
