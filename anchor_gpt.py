@@ -537,8 +537,11 @@ def anchor_attention(model):
     from_pretrained.
     ValueError: a model that cannot be served, which is left as it was; later a call without doc_ids.
     """
-    from transformers import AttentionInterface  # what it takes beyond torch is imported where it is used
-    AttentionInterface.register("anchor", hugging_face_attention)
+    import transformers  # no requirement of this project: whoever calls this has it
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ValueError(f"transformers {transformers.__version__} is too old, its models hand down a mask of their "
+                         "own: pip install 'transformers>=5'")
+    transformers.AttentionInterface.register("anchor", hugging_face_attention)
     before = model.config._attn_implementation
     hook = model.register_forward_pre_hook(prepare_doc_ids, with_kwargs=True)
     try:
