@@ -9,6 +9,7 @@ that breaks a property and prints it. With the variable CI set its examples are 
 """
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import os
@@ -542,6 +543,20 @@ def test_equivalence_of_any_order_of_the_documents_under_reset():
     for order in ((2, 1, 0), (1, 2, 0)):
         for i, y in outputs(order).items():
             assert_close(y, first[i], 1e-12)
+
+
+@pytest.mark.parametrize("attention, depends", [("anchor", True), ("full", True), ("intra_doc", False),
+                                                ("intra_doc_reset", False)])
+def test_equivalence_of_a_document_anywhere_in_the_row_is_lost_with_an_anchor(attention, depends):
+    """In exact arithmetic. What moves with the document is its distance to the anchor, and nothing else."""
+    model, document = tiny_model(attention, context_length=200), random_tokens(torch.zeros(1, 5))
+    at = {}
+    for before in (1, 20, 100):
+        tokens = torch.cat((torch.tensor([[7]]), random_tokens(torch.zeros(1, before), seed=1), document), dim=1)
+        doc_ids = torch.tensor([[0] + [1] * before + [2] * 5])
+        at[before] = model(tokens, doc_ids)[0][:, -5:]
+    moved = max((at[before] - at[1]).abs().max().item() for before in (20, 100))
+    assert moved > 0.1 if depends else moved < 1e-10
 
 
 @every_kind
@@ -1588,6 +1603,12 @@ def code_of_readme(containing):
     blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     (block,) = [b for b in blocks if containing in b]
     return block
+
+
+def test_home_the_readme_shows_the_code_at_the_heart_as_it_is():
+    source = iter([line.strip() for line in inspect.getsource(anchor_gpt.causal_blocks).splitlines()])
+    for line in code_of_readme("copies = anchor.expand").splitlines():
+        assert line.split("  #")[0].strip() in (x.split("  #")[0].strip() for x in source), line
 
 
 def test_home_the_readmes_broken_promise_prints_what_it_says(capsys):
