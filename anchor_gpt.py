@@ -524,6 +524,10 @@ def prepare_doc_ids(model, args, kwargs):
     if kwargs.get("position_ids") is not None:
         raise ValueError(f"{name} got position_ids: leave them out, in anchor attention they run on over the "
                          "row")
+    padding = kwargs.get("attention_mask")
+    if padding is not None and padding.ndim == 2 and not padding[:, 0].all():
+        raise ValueError(f"{name} got rows padded on the left: the anchor has to be at index 0, so pad on the right "
+                         "or, better, fill the rows")
     if not isinstance(doc_ids, PreparedAttention):  # by the model around this one
         doc_ids = PreparedAttention(doc_ids, "anchor")
     return args, kwargs | {"doc_ids": doc_ids}

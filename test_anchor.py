@@ -1794,11 +1794,21 @@ def test_home_the_proof_finds_an_attention_that_is_not_anchor(tmp_path, monkeypa
 @pytest.mark.parametrize("call, says", [
     ({}, r"LlamaForCausalLM got no doc_ids: call model\(tokens, doc_ids=doc_ids\).*set_attn_implementation"),
     ({"doc_ids": torch.tensor([[0, 1, 1]])}, r"doc_ids is \(1, 3\), but q has 1 rows of 6 tokens"),
-    ({"doc_ids": torch.tensor([[0, 1, 1, 2, 2, 2]]), "position_ids": torch.arange(6)[None]}, "leave them out")])
+    ({"doc_ids": torch.tensor([[0, 1, 1, 2, 2, 2]]), "position_ids": torch.arange(6)[None]}, "leave them out"),
+    ({"doc_ids": torch.tensor([[0, 1, 1, 2, 2, 2]]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])},
+     "padded on the left.*index 0")])
 def test_home_refuses_calls_that_mean_something_else(tmp_path, call, says):
     model, _ = given_anchor_attention("Llama", tmp_path)
     with pytest.raises(ValueError, match=says):
         model(torch.ones(1, 6, dtype=torch.int64), **call)
+
+
+@pytest.mark.parametrize("mask", [[1] * 6, [1, 1, 1, 1, 0, 0]])
+def test_home_takes_a_mask_of_ones_or_of_padding_on_the_right(tmp_path, mask):
+    model, _ = given_anchor_attention("Llama", tmp_path)
+    tokens, doc_ids = torch.arange(6)[None], torch.tensor([[0, 1, 1, 2, 3, 3]])
+    assert torch.equal(model(tokens, doc_ids=doc_ids, attention_mask=torch.tensor([mask])).logits,
+                       model(tokens, doc_ids=doc_ids).logits)
 
 
 def test_home_refuses_dropout_in_training_alone(tmp_path):
