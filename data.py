@@ -180,7 +180,7 @@ def load_documents(path=None):
                 continue
             for document in found:
                 if b"\0" in document:
-                    left_out["documents with a NUL byte, so no text"].append(file)
+                    left_out["documents with a NUL byte, no text (UTF-16 needs its mark)"].append(file)
                 elif document:
                     documents.append(document)
     for what, where in left_out.items():
@@ -214,8 +214,8 @@ class PackedRows:
     """Rows of context_length tokens, [anchor, document, document, ...], filled to the end, without padding.
 
     Every epoch shuffles the documents, puts EOS after each, and cuts the stream into rows. A document that
-    does not fit goes on in the next row, behind that row's anchor. No token is lost or repeated within an epoch,
-    save the tail that cannot fill a row.
+    does not fit goes on in the next row, behind that row's anchor. No token is lost or repeated within an
+    epoch, save the tail that cannot fill a row.
     ValueError: a context_length below 2, a negative seed, or documents that cannot fill one row.
     """
 
@@ -230,8 +230,8 @@ class PackedRows:
         self.n_tokens = int(self.lengths.sum())
         self.rows_per_epoch = self.n_tokens // (context_length - 1)
         if self.rows_per_epoch == 0:
-            raise ValueError(f"{len(documents)} documents have {self.n_tokens} tokens, too few to fill one row "
-                             f"of {context_length}: add documents, lower the context length or hold "
+            raise ValueError(f"{len(documents)} documents have {self.n_tokens} tokens, too few to fill one "
+                             f"row of {context_length}: add documents, lower the context length or hold "
                              "out another share")
         self.latest = None  # the latest epoch and its shuffle(): a memory of a pure function
 
@@ -247,9 +247,9 @@ class PackedRows:
     def row(self, i):
         """Row i of an endless supply -> tokens, doc_ids, targets, each (T,) int64.
 
-        A pure function of (documents, context_length, seed, i). targets: the next token of the row where it is
-        in the same document, or is the first after the anchor; else -100, as for the row's last token, even
-        where its document goes on in the next row.
+        A pure function of (documents, context_length, seed, i). targets: the next token of the row where it
+        is in the same document, or is the first after the anchor; else -100, as for the row's last token,
+        even where its document goes on in the next row.
         """
         epoch, i = divmod(i, self.rows_per_epoch)
         order, ends, _ = self.shuffle(epoch)
