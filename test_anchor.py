@@ -793,7 +793,7 @@ def test_data_split_holds_out_whole_documents(documents, val_fraction, seed):
 def test_data_bytes_are_tokens(text, raw):
     assert decode(encode(text)) == text and bytes(encode(raw)) == raw
     assert decode([BOS, *encode(text), EOS]) == text and decode([0xFF, 65]) == "\ufffdA"
-    assert bytes(encode(raw.decode(errors="surrogateescape"))) == raw  # as a prompt comes from the command line
+    assert bytes(encode(raw.decode(errors="surrogateescape"))) == raw  # as in a command line
 
 
 def write(folder, files):
@@ -810,15 +810,17 @@ def test_data_a_folder_is_read_in_order_without_hidden_files_and_installed_packa
     assert load_documents(str(tmp_path / ".hidden")) == [b"no"]  # asked for by name
 
 
-FORMS = {
-    "z.txt": (b" a\r\n\xff\n<|endoftext|>\n b \n<|endoftext|><|endoftext|>\n\nc\n", [b" a\r\n\xff", b"b", b"c\n"]),
+FORMS = {  # what a file holds, and the documents in it
+    "z.txt": (b" a\r\n\xff\n<|endoftext|>\n b \n<|endoftext|><|endoftext|>\n\nc\n",
+              [b" a\r\n\xff", b"b", b"c\n"]),
     "text": (b"\n one <|endoftext|> ", [b"\n one"]),
     "plain.py": (b" \n", [b" \n"]),
-    "c.jsonl": ('{"text": "é\u2028\\u2028x\\n"}\r\n\n{"text": ""}\n{"text": "b<|endoftext|>b", "id": 1}'.encode(),
-                ["é\u2028\u2028x\n".encode(), b"b<|endoftext|>b"]),
+    "c.jsonl": ('{"text": "é\u2028\\u2028x\\n"}\r\n\n{"text": ""}\n{"text": "<|endoftext|>b"}'.encode(),
+                ["é\u2028\u2028x\n".encode(), b"<|endoftext|>b"]),
     "d.ndjson": (b'{"text": "a"}\n', [b"a"]),
     "E.JSONL": (b'{"text": "a"}\n', [b"a"]),
-    "f.json": ('[{"text": "é<|endoftext|>"},\n {"text": "b", "id": 1}]'.encode(), ["é<|endoftext|>".encode(), b"b"]),
+    "f.json": ('[{"text": "é<|endoftext|>"},\n {"text": "b", "id": 1}]'.encode(),
+               ["é<|endoftext|>".encode(), b"b"]),
     "g.json.txt": (b'[{"text": "a"}]', [b'[{"text": "a"}]']),
 }
 
@@ -878,7 +880,8 @@ def test_data_utf_16_behind_a_byte_order_mark_is_text(tmp_path, encoding):
 
 def test_data_what_is_left_out_is_counted_in_one_warning_for_each_reason(tmp_path):
     write(tmp_path, {"a": b"a", "b.bin": b"a" * 5000 + b"\0", "c.txt": b"\0<|endoftext|>c",
-                     "d.jsonl": b'{"text": "\\u0000"}', "package.json": b'{"name": "x"}', "sub/numbers.json": b"[1]",
+                     "d.jsonl": b'{"text": "\\u0000"}',
+                     "package.json": b'{"name": "x"}', "sub/numbers.json": b"[1]",
                      "sub/broken.json": b'[{"text":', "sub/other.json": b'[{"text": "x"}, {"txt": "b"}]'})
     with pytest.warns(UserWarning) as warned:
         assert load_documents(tmp_path) == [b"a", b"c"]
@@ -934,8 +937,8 @@ def test_data_default_corpus_is_the_standard_library():
 
 def test_data_default_corpus_is_py_files_as_they_stand(tmp_path, monkeypatch):
     """Neither separators nor marks mean anything in them: the default run does not change by a bit."""
-    write(tmp_path, {"b.py": codecs.BOM_UTF8 + b" a <|endoftext|> b", "a.py": b"c", "c.txt": b"no", "d.parquet": b"",
-                     "e.jsonl": b"no", ".f.py": b"no", "g/h.py": b"\n", "i.PY.gz": b"no"})
+    write(tmp_path, {"b.py": codecs.BOM_UTF8 + b" a <|endoftext|> b", "a.py": b"c", "c.txt": b"no",
+                     "d.parquet": b"", "e.jsonl": b"no", ".f.py": b"no", "g/h.py": b"\n", "i.PY.gz": b"no"})
     monkeypatch.setattr(data.sysconfig, "get_path", {"stdlib": tmp_path}.get)
     assert load_documents() == [b"c", codecs.BOM_UTF8 + b" a <|endoftext|> b", b"\n"]
 
@@ -943,22 +946,33 @@ def test_data_default_corpus_is_py_files_as_they_stand(tmp_path, monkeypatch):
 def test_data_description_says_what_the_attention_kinds_save():
     text = data.describe([b"a" * 9] * 4 + [b"b" * 3], [11])
     assert "5 documents, 44 tokens" in text and "full                100.0%" in text
-    rows = PackedRows([b"abc"] * 4, 9, 0)  # an anchor and two documents of four: 45 pairs, 1 + 2 * 10, 1 + 2 * 14
+    # an anchor and two documents of four: of 45 pairs 1 + 2 * 10 are visible, or 1 + 2 * 14
+    rows = PackedRows([b"abc"] * 4, 9, 0)
     doc_ids = rows.shuffled_batch(0, 2)[1]
     assert [data.visible_share(doc_ids, a) for a in ATTENTIONS] == [1.0, 21 / 45, 21 / 45, 29 / 45]
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("none", None, "does not exist: expected a folder.*jsonl.*json.*gz"), ("empty.txt", b"", "holds no text: expected a folder"), ("list.json", b"[]", "holds no text"),
-    ("bad.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', "bad.jsonl, line 3"), ("cut.jsonl", b'{"text": "a', "line 1"),
-    ("list.jsonl", b'["text"]', "line 1"), ("number.jsonl", b'{"text": 3}', "line 1"),
-    ("half.jsonl", b'{"text": "\\ud800"}', "line 1"), ("lines.json", b'{"text": "a"}\n{"text": "b"}', "is a .jsonl"),
-    ("package.json", b'{"name": "x"}', r'expected a list of {"text": ...}'), ("n.json", b"[1]", "n.json.*TypeError"),
-    ("no.txt.gz", b"text", "expected a whole gzip file"), ("cut.gz", gzip.compress(b"text")[:-9], "whole gzip file"),
+    ("none", None, "does not exist: expected a folder.*jsonl.*json.*gz"),
+    ("empty.txt", b"", "holds no text: expected a folder"),
+    ("list.json", b"[]", "holds no text"),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', "bad.jsonl, line 3"),
+    ("cut.jsonl", b'{"text": "a', "line 1"),
+    ("list.jsonl", b'["text"]', "line 1"),
+    ("number.jsonl", b'{"text": 3}', "line 1"),
+    ("half.jsonl", b'{"text": "\\ud800"}', "line 1"),
+    ("lines.json", b'{"text": "a"}\n{"text": "b"}', "is a .jsonl"),
+    ("package.json", b'{"name": "x"}', r'expected a list of {"text": ...}'),
+    ("numbers.json", b"[1]", "numbers.json.*TypeError"),
+    ("no.txt.gz", b"text", "expected a whole gzip file"),
+    ("cut.gz", gzip.compress(b"text")[:-9], "whole gzip file"),
     ("spoilt.gz", gzip.compress(b"a" * 99)[:10] + b"\xff" * 9, "whole gzip file"),
     ("lines.json.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}'), "lines.json.gz.* is a .jsonl"),
-    ("x.parquet", b"PAR1", "x.parquet cannot be read.*read_parquet"), ("x.arrow", b"x", r"x.arrow.*Dataset.from_file"),
-    ("x.jsonl.ZST", b"x", "zstd -d"), ("x.xz", b"x", "xz -d"), ("x.bz2", b"x", "bzip2 -d")])
+    ("x.parquet", b"PAR1", "x.parquet cannot be read.*read_parquet"),
+    ("x.arrow", b"x", "x.arrow.*Dataset.from_file"),
+    ("x.jsonl.ZST", b"x", "zstd -d"),
+    ("x.xz", b"x", "xz -d"),
+    ("x.bz2", b"x", "bzip2 -d")])
 def test_data_errors_files_that_hold_no_documents(tmp_path, name, content, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)
