@@ -829,7 +829,7 @@ FORMS = {  # what a file holds, and the documents in it
 @pytest.mark.parametrize("name", FORMS)
 def test_data_what_a_file_is_decides_how_it_is_read_alone_and_in_a_folder(tmp_path, name, packed):
     content, expected = FORMS[name]
-    name += ".gz" * packed
+    name += (".GZ" if name.isupper() else ".gz") * packed
     for mark in (b"", codecs.BOM_UTF8):
         text = mark + content
         write(tmp_path, {name: gzip.compress(text) if packed else text, "~after": b"after"})
@@ -881,7 +881,7 @@ def test_data_utf_16_behind_a_byte_order_mark_is_text(tmp_path, encoding):
 def test_data_what_is_left_out_is_counted_in_one_warning_for_each_reason(tmp_path):
     write(tmp_path, {"a": b"a", "b.bin": b"a" * 5000 + b"\0", "c.txt": b"\0<|endoftext|>c",
                      "d.jsonl": b'{"text": "\\u0000"}',
-                     "package.json": b'{"name": "x"}', "sub/numbers.json": b"[1]",
+                     "package.json": b'{"name": "x"}', "sub/NUMBERS.JSON": b"[1]",
                      "sub/broken.json": b'[{"text":', "sub/other.json": b'[{"text": "x"}, {"txt": "b"}]'})
     with pytest.warns(UserWarning) as warned:
         assert load_documents(tmp_path) == [b"a", b"c"]
