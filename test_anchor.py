@@ -7,7 +7,9 @@
 Sections: rotation, visibility, equivalence, model, data, training, bench, home, errors, CUDA. Hypothesis looks for the smallest row
 that breaks a property and prints it. With the variable CI set its examples are fixed; by hand it explores anew.
 """
+import codecs
 import dataclasses
+import gzip
 import importlib
 import inspect
 import json
@@ -855,10 +857,11 @@ def packed(documents, context_length, seed):
 
 @given(corpora, st.integers(2, 20), seeds, st.integers(0, 2))
 def test_data_packing_loses_and_repeats_nothing(documents, context_length, seed, epoch):
-    """The rows of an epoch, laid end to end, are the documents in some order with an EOS behind each, up to a tail too
-    short for a row."""
+    """The rows of an epoch, laid end to end, are the documents in some order with an EOS behind each, up to a
+    tail too short for a row."""
     rows = packed(documents, context_length, seed)
-    stream = torch.cat([rows.row(epoch * rows.rows_per_epoch + i)[0][1:] for i in range(rows.rows_per_epoch)]).tolist()
+    first = epoch * rows.rows_per_epoch
+    stream = torch.cat([rows.row(first + i)[0][1:] for i in range(rows.rows_per_epoch)]).tolist()
     n_tokens = sum(len(d) + 1 for d in documents)
     assert len(stream) == n_tokens - n_tokens % (rows.context_length - 1)
     text = "".join(map(chr, stream)).split(chr(EOS))
@@ -896,9 +899,10 @@ def test_data_batches_take_every_row_of_an_epoch_once(documents, context_length,
     rows = packed(documents, context_length, seed)
     n = rows.rows_per_epoch
     row = lambda *tensors: tuple(tuple(x.tolist()) for x in tensors)
-    batch = [row(*tensors) for i in range(n) for tensors in zip(*rows.shuffled_batch(epoch * n + i, 1))]
+    rows_of = lambda batch: [row(*tensors) for tensors in zip(*batch)]
+    batch = [row for i in range(n) for row in rows_of(rows.shuffled_batch(epoch * n + i, 1))]
     assert Counter(batch) == Counter(row(*rows.row(epoch * n + i)) for i in range(n))
-    assert batch == [row(*tensors) for tensors in zip(*packed(documents, context_length, seed).shuffled_batch(epoch * n, n))]
+    assert batch == rows_of(packed(documents, context_length, seed).shuffled_batch(epoch * n, n))
 
 
 @given(corpora, st.integers(2, 20), seeds)
@@ -915,8 +919,9 @@ def test_data_every_epoch_and_every_seed_shuffles_documents_and_rows_anew():
     for corpus in (documents, [b"".join(documents)]):  # one long document: its rows alone can be shuffled
         epochs = [[PackedRows(corpus, 11, seed).row(20 * epoch + i)[0].tolist() for i in range(20)]
                   for seed in (0, 1) for epoch in range(5)]
-        batches = [PackedRows(corpus, 11, seed).shuffled_batch(n * epoch, n)[0].tolist() for seed in (0, 1) for epoch in range(5)
-                   for n in [PackedRows(corpus, 11, seed).rows_per_epoch]]
+        n = PackedRows(corpus, 11, 0).rows_per_epoch
+        batches = [PackedRows(corpus, 11, seed).shuffled_batch(n * epoch, n)[0].tolist()
+                   for seed in (0, 1) for epoch in range(5)]
         orders = epochs + batches if corpus is documents else batches
         assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
         assert len({str(sorted(x)) for x in orders}) == 1
@@ -934,34 +939,116 @@ def test_data_split_holds_out_whole_documents(documents, val_fraction, seed):
 def test_data_bytes_are_tokens(text, raw):
     assert decode(encode(text)) == text and bytes(encode(raw)) == raw
     assert decode([BOS, *encode(text), EOS]) == text and decode([0xFF, 65]) == "\ufffdA"
-    assert bytes(encode(raw.decode(errors="surrogateescape"))) == raw  # as a prompt comes from the command line
+    assert bytes(encode(raw.decode(errors="surrogateescape"))) == raw  # as in a command line
 
 
-def test_data_documents_come_from_folders_and_files(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "site-packages").mkdir()
-    for name, content in {"b/two.py": b"two", "one.md": b"\xffone", "empty": b"", "binary": b"a" * 5000 + b"\0",
-                          ".git/x": b"no", "site-packages/x.py": b"no", "z.txt": b"a\r\n\xff\n<|endoftext|>\nb\n"}.items():
-        (tmp_path / name).write_bytes(content)
-    assert load_documents(tmp_path) == [b"\xffone", b"a\r\n\xff\n<|endoftext|>\nb\n", b"two"]
-    assert load_documents(tmp_path / "z.txt") == [b"a\r\n\xff", b"b\n"]
-    (tmp_path / "c.jsonl").write_text('{"text": "é\u2028\\u2028x"}\n\n{"text": "b", "id": 1}\n', encoding="utf-8")
-    assert load_documents(tmp_path / "c.jsonl") == ["é\u2028\u2028x".encode(), b"b"]
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
-def test_data_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeypatch):
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(name)
-    read = Path.read_bytes
+def test_data_a_folder_is_read_in_order_without_hidden_files_and_installed_packages(tmp_path):
+    write(tmp_path, {"b/two.py": b"two", "a/c.py": b"c", "z.md": b"\xffone", "empty": b"", "B.md": b"B",
+                     ".hidden": b"no", ".git/x": b"no", "b/.x/x": b"no", "site-packages/x.py": b"no",
+                     "b/dist-packages/x.py": b"no"})
+    assert load_documents(tmp_path) == [b"B", b"\xffone", b"c", b"two"]
+    assert load_documents(str(tmp_path / ".hidden")) == [b"no"]  # asked for by name
 
-    def refuse_a(path):
-        if path.name == "a":
-            raise PermissionError(f"Permission denied: {path}")
-        return read(path)
-    monkeypatch.setattr(Path, "read_bytes", refuse_a)
-    with pytest.warns(UserWarning, match="left out: Permission denied.*a"):
-        assert load_documents(tmp_path) == [b"b"]
+
+FORMS = {  # what a file holds, and the documents in it
+    "z.txt": (b" a\r\n\xff\n<|endoftext|>\n b \n<|endoftext|><|endoftext|>\n\nc\n",
+              [b" a\r\n\xff", b"b", b"c\n"]),
+    "text": (b"\n one <|endoftext|> ", [b"\n one"]),
+    "plain.py": (b" \n", [b" \n"]),
+    "c.jsonl": ('{"text": "é\u2028\\u2028x\\n"}\r\n\n{"text": ""}\n{"text": "<|endoftext|>b"}'.encode(),
+                ["é\u2028\u2028x\n".encode(), b"<|endoftext|>b"]),
+    "d.ndjson": (b'{"text": "a"}\n', [b"a"]),
+    "E.JSONL": (b'{"text": "a"}\n', [b"a"]),
+    "f.json": ('[{"text": "é<|endoftext|>"},\n {"text": "b", "id": 1}]'.encode(),
+               ["é<|endoftext|>".encode(), b"b"]),
+    "g.json.txt": (b'[{"text": "a"}]', [b'[{"text": "a"}]']),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("name", FORMS)
+def test_data_what_a_file_is_decides_how_it_is_read_alone_and_in_a_folder(tmp_path, name, packed):
+    content, expected = FORMS[name]
+    name += (".GZ" if name.isupper() else ".gz") * packed
+    for mark in (b"", codecs.BOM_UTF8):
+        text = mark + content
+        write(tmp_path, {name: gzip.compress(text) if packed else text, "~after": b"after"})
+        assert load_documents(tmp_path / name) == expected
+        assert load_documents(tmp_path) == [*expected, b"after"]
+
+
+class Bar:
+    """In tqdm's place, writes down how far it got."""
+
+    def __init__(self, total, **how):
+        self.total, self.n, self.how, self.seen = total, 0, how, []
+        Bar.latest = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def update(self, n):
+        self.n += n
+        self.seen.append(self.n)
+
+
+def test_data_a_bar_counts_the_bytes_of_the_files_on_a_terminal(tmp_path, monkeypatch):
+    lines = b"".join(b'{"text": "%09d"}\n' % (i * 7919**2) for i in range(9000))
+    files = {"a.jsonl": lines, "b.txt": b"b" * 999, "c.jsonl.gz": gzip.compress(lines)}
+    write(tmp_path, files)
+    monkeypatch.setattr(data, "tqdm", Bar)
+    load_documents(tmp_path)
+    bar = Bar.latest
+    assert bar.n == bar.total == sum(map(len, files.values())) and bar.seen == sorted(bar.seen)
+    assert len({n for n in bar.seen if n < len(lines)}) > 5  # within one file, too
+    assert bar.how["disable"] is None and bar.how["leave"] is False and bar.how["delay"] > 0
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_data_utf_16_behind_a_byte_order_mark_is_text(tmp_path, encoding):
+    mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}[encoding]
+    write(tmp_path, {"a.txt": mark + "é\u0a0a\U0001f600<|endoftext|>b\n".encode(encoding),
+                     "b.jsonl": mark + '{"text": "ü\u0a0a"}\r\n{"text": "d"}\r\n'.encode(encoding),
+                     "c.json": mark + '[{"text": "e"}]'.encode(encoding),
+                     "d.gz": gzip.compress(mark + "f".encode(encoding)), "e": mark + b"\xd8\xd8"})
+    assert load_documents(tmp_path) == [
+        "é\u0a0a\U0001f600".encode(), b"b\n", "ü\u0a0a".encode(), b"d", b"e", b"f", "\ufffd".encode()]
+
+
+def test_data_what_is_left_out_is_counted_in_one_warning_for_each_reason(tmp_path):
+    write(tmp_path, {"a": b"a", "b.bin": b"a" * 5000 + b"\0", "c.txt": b"\0<|endoftext|>c",
+                     "d.jsonl": b'{"text": "\\u0000"}',
+                     "package.json": b'{"name": "x"}', "sub/NUMBERS.JSON": b"[1]",
+                     "sub/broken.json": b'[{"text":', "sub/other.json": b'[{"text": "x"}, {"txt": "b"}]'})
+    with pytest.warns(UserWarning) as warned:
+        assert load_documents(tmp_path) == [b"a", b"c"]
+    nul, other = sorted((str(w.message) for w in warned), key=lambda message: "NUL" not in message)
+    assert re.search(r"^left out: 3 documents with a NUL byte.*UTF-16.*b\.bin$", nul)
+    assert re.search(r'^left out: 4 \.json files that are no list of {"text": ...}.*package\.json$', other)
+
+
+def test_data_a_file_that_cannot_be_read_is_left_out_of_a_folder_with_a_warning(tmp_path, monkeypatch):
+    write(tmp_path, {name: name.encode() for name in "abc"})
+    our_open = Path.open
+
+    def refuse(path, *how):
+        if path.name in "ab":
+            raise PermissionError(13, "Permission denied", str(path))
+        return our_open(path, *how)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.warns(UserWarning, match=r"left out: 2 files that cannot be read \(Permission denied\).*a$"):
+        assert load_documents(tmp_path) == [b"c"]
+    with pytest.raises(PermissionError, match="Permission denied.*b"):
+        load_documents(tmp_path / "b")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
@@ -974,7 +1061,8 @@ def test_data_links_in_a_loop_and_pipes_do_not_hold_it_up(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.warns(UserWarning) as warned:
         assert load_documents(tmp_path) == [b"a"]
-    assert [str(w.message).count("left out: ") for w in warned] == [1, 1, 1]
+    counts = [int(re.match(r"left out: (\d+) files that cannot be read", str(w.message))[1]) for w in warned]
+    assert sorted(counts) == [1, 2]
 
 
 def test_data_a_document_of_100_mb_is_rows_like_any_other():
@@ -993,12 +1081,75 @@ def test_data_default_corpus_is_the_standard_library():
     assert documents == load_documents()
 
 
+def test_data_default_corpus_is_py_files_as_they_stand(tmp_path, monkeypatch):
+    """Neither separators nor marks mean anything in them: the default run does not change by a bit."""
+    write(tmp_path, {"b.py": codecs.BOM_UTF8 + b" a <|endoftext|> b", "a.py": b"c", "c.txt": b"no",
+                     "d.parquet": b"", "e.jsonl": b"no", ".f.py": b"no", "g/h.py": b"\n", "i.PY.gz": b"no"})
+    monkeypatch.setattr(data.sysconfig, "get_path", {"stdlib": tmp_path}.get)
+    assert load_documents() == [b"c", codecs.BOM_UTF8 + b" a <|endoftext|> b", b"\n"]
+
+
 def test_data_description_says_what_the_attention_kinds_save():
     text = data.describe([b"a" * 9] * 4 + [b"b" * 3], [11])
     assert "5 documents, 44 tokens" in text and "full                100.0%" in text
-    rows = PackedRows([b"abc"] * 4, 9, 0)  # an anchor and two documents of four: 45 pairs, 1 + 2 * 10, 1 + 2 * 14
+    # an anchor and two documents of four: of 45 pairs 1 + 2 * 10 are visible, or 1 + 2 * 14
+    rows = PackedRows([b"abc"] * 4, 9, 0)
     doc_ids = rows.shuffled_batch(0, 2)[1]
     assert [data.visible_share(doc_ids, a) for a in ATTENTIONS] == [1.0, 21 / 45, 21 / 45, 29 / 45]
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("none", None, "does not exist: expected a folder.*jsonl.*json.*gz"),
+    ("empty.txt", b"", "holds no text: expected a folder"),
+    ("list.json", b"[]", "holds no text"),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', "bad.jsonl, line 3"),
+    ("cut.jsonl", b'{"text": "a', "line 1"),
+    ("list.jsonl", b'["text"]', "line 1"),
+    ("number.jsonl", b'{"text": 3}', "line 1"),
+    ("half.jsonl", b'{"text": "\\ud800"}', "line 1"),
+    ("lines.json", b'{"text": "a"}\n{"text": "b"}', "is a .jsonl"),
+    ("package.json", b'{"name": "x"}', r'expected a list of {"text": ...}'),
+    ("numbers.json", b"[1]", "numbers.json.*TypeError"),
+    ("no.txt.gz", b"text", "expected a whole gzip file"),
+    ("cut.gz", gzip.compress(b"text")[:-9], "whole gzip file"),
+    ("spoilt.gz", gzip.compress(b"a" * 99)[:10] + b"\xff" * 9, "whole gzip file"),
+    ("lines.json.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}'), "lines.json.gz.* is a .jsonl"),
+    ("x.parquet", b"PAR1", "x.parquet cannot be read.*read_parquet"),
+    ("x.arrow", b"x", "x.arrow.*Dataset.from_file"),
+    ("x.jsonl.ZST", b"x", "zstd -d"),
+    ("x.xz", b"x", "xz -d"),
+    ("x.bz2", b"x", "bzip2 -d")])
+def test_data_errors_files_that_hold_no_documents(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        load_documents(tmp_path / name)
+    if content and not name.endswith(".json"):  # in a folder never trained on without it
+        (tmp_path / "a.txt").write_bytes(b"the rest")
+        with pytest.raises(ValueError, match=says):
+            load_documents(tmp_path)
+
+
+def test_data_errors_a_binary_file_is_no_text(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"a\0")
+    with pytest.warns(UserWarning, match="1 documents with a NUL byte"):
+        with pytest.raises(ValueError, match="holds no text"):
+            load_documents(tmp_path / "a.bin")
+
+
+def test_data_errors_a_corpus_too_small():
+    with pytest.raises(ValueError, match="1 documents have 4 tokens, too few to fill one row of 6"):
+        PackedRows([b"abc"], 6, 0)
+    with pytest.raises(ValueError, match="seed is -1, expected 0 or more"):
+        PackedRows([b"abc"], 5, -1)
+    assert len(PackedRows([b"abc"], 5, 0).row(0)[0]) == 5
+    with pytest.raises(ValueError, match="context_length is 1"):
+        PackedRows([b"abc"], 1, 0)
+    with pytest.raises(ValueError, match="1 document, too few to hold one out"):
+        split_documents([b"a"], 0.5, 0)
+    for val_fraction in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"val_fraction is {val_fraction}"):
+            split_documents([b"a", b"b"], val_fraction, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1981,32 +2132,6 @@ def test_errors_doc_ids_that_do_not_fit_the_tokens():
         tiny_model()(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match=r"tokens is \(3,\), expected \(B, T\)"):
         tiny_model()(torch.zeros(3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("name, content, says", [
-    ("none", None, "does not exist"), ("empty.txt", b"", "holds no text"), ("binary.txt", b"a\0", "holds no text"),
-    ("bad.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', "bad.jsonl, line 3"), ("cut.jsonl", b'{"text": "a', "line 1"),
-    ("list.jsonl", b'["text"]', "line 1"), ("number.jsonl", b'{"text": 3}', "line 1")])
-def test_errors_data_that_holds_no_documents(tmp_path, name, content, says):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=says):
-        load_documents(tmp_path / name)
-
-
-def test_errors_a_corpus_too_small():
-    with pytest.raises(ValueError, match="1 documents have 4 tokens, too few to fill one row of 6"):
-        PackedRows([b"abc"], 6, 0)
-    with pytest.raises(ValueError, match="seed is -1, expected 0 or more"):
-        PackedRows([b"abc"], 5, -1)
-    assert len(PackedRows([b"abc"], 5, 0).row(0)[0]) == 5
-    with pytest.raises(ValueError, match="context_length is 1"):
-        PackedRows([b"abc"], 1, 0)
-    with pytest.raises(ValueError, match="1 document, too few to hold one out"):
-        split_documents([b"a"], 0.5, 0)
-    for val_fraction in (0.0, 1.0):
-        with pytest.raises(ValueError, match=f"val_fraction is {val_fraction}"):
-            split_documents([b"a", b"b"], val_fraction, 0)
 
 
 @pytest.mark.parametrize("flags, says", [
