@@ -216,16 +216,20 @@ class PackedRows:
     Every epoch shuffles the documents, puts EOS after each, and cuts the stream into rows. A document that
     does not fit goes on in the next row, behind that row's anchor. No token is lost or repeated within an
     epoch, save the tail that cannot fill a row.
+
+    documents: each as bytes, or as a sequence of another tokenizer's ids, then with that tokenizer's bos (the
+    anchor) and eos, which may be the same.
     ValueError: a context_length below 2, a negative seed, or documents that cannot fill one row.
     """
 
-    def __init__(self, documents, context_length, seed):
+    def __init__(self, documents, context_length, seed, bos=BOS, eos=EOS):
         if seed < 0:
             raise ValueError(f"seed is {seed}, expected 0 or more")
         if context_length < 2:
             raise ValueError(f"context_length is {context_length}, expected at least 2: "
                              "the anchor and one token")
         self.documents, self.context_length, self.seed = documents, context_length, seed
+        self.bos, self.eos = bos, eos
         self.lengths = np.array([len(d) + 1 for d in documents], dtype=np.int64)  # with EOS
         self.n_tokens = int(self.lengths.sum())
         self.rows_per_epoch = self.n_tokens // (context_length - 1)
@@ -256,12 +260,12 @@ class PackedRows:
         start = i * (self.context_length - 1)
         stop = start + self.context_length - 1
         here = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop) + 1)
-        pieces = [np.array([BOS])]
+        pieces = [np.array([self.bos])]
         for document, end in zip(order[here], ends[here]):  # those with a token in this row
             begin = end - self.lengths[document]
-            piece = np.frombuffer(self.documents[document], dtype=np.uint8)
-            piece = piece[max(start - begin, 0):stop - begin]
-            pieces.append(np.append(piece, EOS) if end <= stop else piece)
+            piece = self.documents[document][max(start - begin, 0):stop - begin]
+            piece = np.frombuffer(piece, np.uint8) if isinstance(piece, bytes) else np.array(piece, np.int64)
+            pieces.append(np.append(piece, self.eos) if end <= stop else piece)
         tokens = np.concatenate(pieces, dtype=np.int64)
         doc_ids = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         targets = np.full_like(tokens, NO_TARGET)
@@ -283,15 +287,23 @@ class PackedRows:
         return tuple(torch.stack(x) for x in zip(*rows))
 
 
-def doc_ids_from_separators(tokens, separator):
-    """The doc_ids of rows that other code has packed: an anchor in front, a separator ends each document.
+class TrainerRows(torch.utils.data.Dataset):
+    """PackedRows as the data set of a Trainer of Hugging Face transformers, for a model that was given to
+    anchor_attention.
 
-    tokens (B, T) int64 -> int64 (B, T). A row may start in the middle of a document and end in another, and
-    the anchor may be the separator token itself, as in GPT-2.
+    Item i is row i -> {"input_ids", "doc_ids", "labels"}, each (T,) int64; as many items as an epoch has rows.
+    labels: the row's own tokens, as transformers shifts them itself; -100 where a token is nobody's target.
     """
-    ends = tokens[:, 1:] == separator
-    doc_ids = 1 + ends.cumsum(dim=1) - ends.long()  # a separator belongs to the document that it ends
-    return F.pad(doc_ids, (1, 0))
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows.rows_per_epoch
+
+    def __getitem__(self, i):
+        tokens, doc_ids, targets = self.rows.row(range(len(self))[i])  # range: IndexError behind the last
+        return {"input_ids": tokens, "doc_ids": doc_ids, "labels": F.pad(targets[:-1], (1, 0), value=NO_TARGET)}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -905,13 +905,38 @@ def test_data_batches_take_every_row_of_an_epoch_once(documents, context_length,
     assert batch == rows_of(packed(documents, context_length, seed).shuffled_batch(epoch * n, n))
 
 
+@given(corpora, st.integers(2, 20), seeds, st.sampled_from([(1000, 1001), (7000, 7000)]))
+def test_data_rows_of_token_ids_are_those_of_bytes(documents, context_length, seed, bos_eos):
+    """One packing: ids of another tokenizer, here each byte's number and 2,000, in the place of the bytes."""
+    bos, eos = bos_eos
+    rows = packed(documents, context_length, seed)
+    ids = PackedRows([[2000 + byte for byte in d] for d in documents], rows.context_length, seed, bos, eos)
+    for i in range(rows.rows_per_epoch):
+        tokens, doc_ids, targets = rows.row(i)
+        renamed = {BOS: bos, EOS: eos, NO_TARGET: NO_TARGET}
+        assert ids.row(i)[0].tolist() == [renamed.get(t, 2000 + t) for t in tokens.tolist()]
+        assert torch.equal(ids.row(i)[1], doc_ids)
+        assert ids.row(i)[2].tolist() == [renamed.get(t, 2000 + t) for t in targets.tolist()]
+
+
+@given(corpora, st.integers(2, 20), seeds)
+def test_data_rows_for_a_trainer_have_as_labels_what_its_shift_makes_the_targets(documents, context_length, seed):
+    rows = packed(documents, context_length, seed)
+    items = data.TrainerRows(rows)
+    assert len(items) == rows.rows_per_epoch == len(list(items))
+    for i, item in enumerate(items):
+        tokens, doc_ids, targets = rows.row(i)
+        assert same([item["input_ids"], item["doc_ids"]], [tokens, doc_ids]) and len(item) == 3
+        assert item["labels"][0] == NO_TARGET and same(item["labels"][1:], targets[:-1])
+
+
 @given(corpora, st.integers(2, 20), seeds)
 def test_data_doc_ids_can_be_read_off_the_separators(documents, context_length, seed):
     rows = packed(documents, context_length, seed)
     tokens, doc_ids, _ = rows.shuffled_batch(0, 2 * rows.rows_per_epoch)
-    assert torch.equal(data.doc_ids_from_separators(tokens, EOS), doc_ids)
+    assert torch.equal(anchor_gpt.doc_ids_from_separators(tokens, EOS), doc_ids)
     tokens[:, 0] = EOS  # as GPT-2's one special token would have it
-    assert torch.equal(data.doc_ids_from_separators(tokens, EOS), doc_ids)
+    assert torch.equal(anchor_gpt.doc_ids_from_separators(tokens, EOS), doc_ids)
 
 
 def test_data_every_epoch_and_every_seed_shuffles_documents_and_rows_anew():
@@ -1775,7 +1800,7 @@ def test_home_the_readmes_broken_promise_prints_what_it_says(capsys):
 def test_home_the_readmes_batch_for_a_stream_of_documents():
     stream = torch.tensor([5, 6, 99, 7, 99, 99, 8, 9, 10, 99] * 3)
     home = {"torch": torch, "F": F, "stream": stream, "block_size": 9, "batch_size": 40, "separator": 99,
-            "doc_ids_from_separators": data.doc_ids_from_separators}
+            "doc_ids_from_separators": anchor_gpt.doc_ids_from_separators}
     torch.manual_seed(0)
     exec(code_of_readme("starts = torch.randint"), home)
     for start, x, y, doc_ids in zip(home["starts"].tolist(), home["x"].tolist(), home["y"].tolist(), home["doc_ids"].tolist()):
