@@ -291,8 +291,9 @@ class TrainerRows(torch.utils.data.Dataset):
     """PackedRows as the data set of a Trainer of Hugging Face transformers, for a model that was given to
     anchor_attention.
 
-    Item i is row i -> {"input_ids", "doc_ids", "labels"}, each (T,) int64; as many items as an epoch has rows.
-    labels: the row's own tokens, as transformers shifts them itself; -100 where a token is nobody's target.
+    Item i is row i -> {"input_ids", "doc_ids", "labels", "attention_mask"}, each (T,) int64; as many items as
+    an epoch has rows. labels: the row's own tokens, as transformers shifts them itself; -100 where a token is
+    nobody's target. attention_mask: ones, which TRL's SFTTrainer asks for.
     """
 
     def __init__(self, rows):
@@ -303,7 +304,9 @@ class TrainerRows(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         tokens, doc_ids, targets = self.rows.row(range(len(self))[i])  # range: IndexError behind the last
-        return {"input_ids": tokens, "doc_ids": doc_ids, "labels": F.pad(targets[:-1], (1, 0), value=NO_TARGET)}
+        labels = F.pad(targets[:-1], (1, 0), value=NO_TARGET)
+        return {"input_ids": tokens, "doc_ids": doc_ids, "labels": labels,
+                "attention_mask": torch.ones_like(tokens)}
 
 
 # ------------------------------------------------------------------------------------------------------------

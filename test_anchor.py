@@ -926,7 +926,7 @@ def test_data_rows_for_a_trainer_have_as_labels_what_its_shift_makes_the_targets
     assert len(items) == rows.rows_per_epoch == len(list(items))
     for i, item in enumerate(items):
         tokens, doc_ids, targets = rows.row(i)
-        assert same([item["input_ids"], item["doc_ids"]], [tokens, doc_ids]) and len(item) == 3
+        assert same([item["input_ids"], item["doc_ids"]], [tokens, doc_ids]) and item["attention_mask"].all()
         assert item["labels"][0] == NO_TARGET and same(item["labels"][1:], targets[:-1])
 
 
@@ -1831,41 +1831,84 @@ LLAMAS = pytest.mark.parametrize("name, options", [("Llama", {}), ("Mistral", {"
                                                    ("Mistral", {"sliding_window": 64}), ("Qwen2", {})])
 
 
-@LLAMAS
-def test_home_the_readmes_loop_trains_as_the_dense_mask_does(tmp_path, monkeypatch, name, options):
-    folder = pretrained(name, tmp_path / "model", **options)
-    monkeypatch.chdir(tmp_path)
+def run_the_readmes_training(folder, monkeypatch, *further_blocks):
+    """README's code for transformers on a tiny model -> its names, and the gradients of each optimizer step."""
+    monkeypatch.chdir(Path(folder).parent)
     home = {"name": folder, "texts": [f"text {i} " * (i % 4) for i in range(20)], "context_length": 64}
-    block = code_of_readme("model = anchor_attention(")
+    block = code_of_readme("model = anchor_attention(AutoModelForCausalLM")
     for line in ("name = ", "texts = ", "context_length = "):  # what the reader fills in
         assert f"\n{line}" in block
         block = re.sub(rf"(?m)^{line}.*\n", "", block)
+    if further_blocks:
+        block = block[:block.index("optimizer = ")]
     gradients = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *_: gradients.append(
+    # The weights stay as they are, and gradients are not clipped: then each can be held against the dense mask's.
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *_, **__: gradients.append(
         [p.grad.clone() for group in self.param_groups for p in group["params"]]))
-    order = torch.randperm(3, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(torch, "randperm", lambda n: order)
-    exec(block, home)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.zeros(()))
+    for code in (block, *map(code_of_readme, further_blocks)):
+        exec(code.replace("SFTConfig(", "SFTConfig(bf16=False, use_cpu=True, "), home)
+    return home, gradients
 
+
+def assert_each_is_one_of(gradients, expected):
+    """In any order of the rows, and of the parameters, which Trainer groups in its own way."""
+    def norms(gradient):
+        return torch.tensor(sorted(g.double().norm().item() for g in gradient))
+    expected = [norms(gradient) for gradient in expected]
+    for got in map(norms, gradients):
+        errors = [((got - right).abs().max() / right.max()).item() for right in expected]
+        assert min(errors) < 1e-4, errors
+        expected.pop(errors.index(min(errors)))
+
+
+def dense_gradients(folder, tokens):
+    """The gradient of the README's loss for a row of tokens, computed by transformers alone with a dense mask."""
     from transformers import AutoModelForCausalLM
     dense = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")  # none of ours in it
-    rows = home["rows"]
-    assert len(rows) == len(gradients) == 3
-    for row, gradient in zip(rows[order], gradients):
-        doc_ids = [0, 1]
-        for token in row[1:-1].tolist():
-            doc_ids.append(doc_ids[-1] + (token == 1))
-        doc_ids = torch.tensor([doc_ids])
-        targets = [-100] * 64
-        for t in range(63):
-            if t == 0 or doc_ids[0, t] == doc_ids[0, t + 1]:
-                targets[t] = int(row[t + 1])
-        logits = dense(row[None], attention_mask=expected_mask(doc_ids, "anchor")[:, None],
-                       position_ids=torch.arange(64)[None]).logits
-        loss = F.cross_entropy(logits[0], torch.tensor(targets))
-        for a, b in zip(gradient, torch.autograd.grad(loss, list(dense.parameters())), strict=True):
-            assert_close(a, b, 1e-4 * max(b.abs().max().item(), 1e-3))
+    doc_ids = [0, 1]
+    for token in tokens[1:-1].tolist():
+        doc_ids.append(doc_ids[-1] + (token == 1))
+    doc_ids = torch.tensor([doc_ids])
+    targets = [int(tokens[t + 1]) if t + 1 < 64 and (t == 0 or doc_ids[0, t] == doc_ids[0, t + 1]) else -100
+               for t in range(64)]
+    logits = dense(tokens[None], attention_mask=expected_mask(doc_ids, "anchor")[:, None],
+                   position_ids=torch.arange(64)[None]).logits
+    loss = F.cross_entropy(logits[0], torch.tensor(targets))
+    return torch.autograd.grad(loss, list(dense.parameters()))
+
+
+@LLAMAS
+def test_home_the_readmes_loop_trains_as_the_dense_mask_does(tmp_path, monkeypatch, name, options):
+    folder = pretrained(name, tmp_path / "model", **options)
+    home, gradients = run_the_readmes_training(folder, monkeypatch)
+    assert len(home["rows"]) == len(gradients) == 3
+    assert_each_is_one_of(gradients, [dense_gradients(folder, row["input_ids"]) for row in home["rows"]])
     assert (tmp_path / "out-home" / "config.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("needs, block", [("accelerate", "from transformers import Trainer, TrainingArguments"),
+                                          ("trl", "from trl import")])
+def test_home_the_readmes_trainers_train_as_the_dense_mask_does(tmp_path, monkeypatch, needs, block):
+    pytest.importorskip(needs)
+    folder = pretrained("Llama", tmp_path / "model")
+    home, gradients = run_the_readmes_training(folder, monkeypatch, block)
+    assert len(gradients) == 3
+    assert_each_is_one_of(gradients, [dense_gradients(folder, row["input_ids"]) for row in home["rows"]])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_home_the_readmes_adapters_train_and_load(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    folder = pretrained("Llama", tmp_path / "model")
+    home, gradients = run_the_readmes_training(folder, monkeypatch, "from transformers import Trainer, TrainingArguments",
+                                               "from peft import")
+    doc_ids, tokens = torch.tensor([[0, 1, 1, 1, 2, 2]]), torch.arange(6)[None]
+    loaded = home["model"].eval()(tokens, doc_ids=doc_ids).logits
+    fresh, _ = given_anchor_attention("Llama", tmp_path / "fresh")
+    assert_close(loaded, fresh(tokens, doc_ids=doc_ids).logits, 1e-5)  # adapters that never learned change nothing
+    assert len(gradients) == 6 and len(gradients[-1]) == 2 * 2 * 2  # two matrices of two projections of two layers
 
 
 def given_anchor_attention(name, folder, dtype=torch.float32, **options):
