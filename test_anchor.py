@@ -1114,6 +1114,21 @@ def test_data_default_corpus_is_py_files_as_they_stand(tmp_path, monkeypatch):
     assert load_documents() == [b"c", codecs.BOM_UTF8 + b" a <|endoftext|> b", b"\n"]
 
 
+def test_data_a_recall_document_has_its_fact_where_depth_says():
+    for depth, place in ((0, 0), (0.5, 50), (1, 100)):
+        for seed in range(5):
+            document = data.recall_document(112, 1, seed, depth)
+            assert document[place:place + 1] == b"<" and document.index(b"=") == place + 3
+
+
+def test_data_description_draws_each_power_of_two_from_the_shortest_on():
+    text = data.describe([b"a" * 9] * 4 + [b"b" * 40] * 2, [123, 124])  # 122 tokens
+    bars = [line.split()[3:] for line in text.splitlines() if re.search(r"^ +\d+ - ", line)]
+    assert bars == [["4", "█" * 40], ["0"], ["2", "█" * 20]]
+    assert re.search(r"^full +100.0%$", text, re.MULTILINE)  # one column, 123: its 122 tokens just fill a row
+    assert "too few tokens to fill one row of 124" in data.describe([b"a" * 9] * 4 + [b"b" * 40] * 2, [124])
+
+
 def test_data_description_says_what_the_attention_kinds_save():
     text = data.describe([b"a" * 9] * 4 + [b"b" * 3], [11])
     assert "5 documents, 44 tokens" in text and "full                100.0%" in text
