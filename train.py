@@ -6,9 +6,9 @@
     python train.py --resume --prompt "import os"    # only load the checkpoint and continue a text
     torchrun --standalone --nproc_per_node=2 train.py    # one process a GPU, or on a CPU for trying it
 
-Notable: a batch of the data is a pure function of (documents, seed, number) and nothing in the model is random,
-so weights, optimizer state and step number are all there is to resume from: on a CPU the resumed run is
-bit-identical.
+Notable: a batch of the data is a pure function of (documents, seed, number) and nothing in the model is
+random, so weights, optimizer state and step number are all there is to resume from: on a CPU the resumed run
+is bit-identical.
 """
 import argparse
 import hashlib
@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from anchor_gpt import ATTENTIONS, GPT, GPTConfig
-from data import (BOS, EOS, NO_TARGET, VOCAB_SIZE, PackedRows, decode, encode, load_documents, split_documents,
-                  visible_share)
+from data import (BOS, EOS, NO_TARGET, VOCAB_SIZE, PackedRows, decode, encode, load_documents,
+                  split_documents, visible_share)
 
 try:
     import fcntl
@@ -49,13 +49,13 @@ SETTINGS = {
     "val_fraction": (0.05, 0.05, "share of the documents held out for validation"),
     "context_length": (1024, 8192, "tokens a row, the anchor included"),
     "batch_size": (2, 2, "rows a micro-batch"),
-    "grad_accumulation": (1, 4, "micro-batches an optimizer step, shared out among the processes of torchrun"),
-    "checkpoint_activations": (False, False, "keep less for the backward, compute it again: less memory, "
-                                             "more time"),
-    "compile": (False, False, "fuse what PyTorch leaves in pieces (RMSNorm above all on a CPU): faster steps after "
-                              "some seconds to a minute of compilation; results differ by rounding, so only runs "
-                              "compiled alike resume bit for bit"),
-    "steps": (1000, 2000, "optimizer steps; the cosine ends at the last, so --resume with more makes the rate jump"),
+    "grad_accumulation": (1, 4, "micro-batches a step, shared out among the processes of torchrun"),
+    "checkpoint_activations": (False, False,
+                               "compute activations anew in the backward: less memory, more time"),
+    "compile": (False, False, "fuse what PyTorch leaves in pieces (RMSNorm above all on a CPU): faster, "
+                              "after a compilation of some seconds to a minute; results differ by rounding, "
+                              "so only runs compiled alike resume bit for bit"),
+    "steps": (1000, 2000, "optimizer steps; the cosine ends at the last: more with --resume make it jump"),
     "learning_rate": (1e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
     "warmup_steps": (50, 100, "steps of linear warm-up"),
     "weight_decay": (0.1, 0.1, "weight decay of the matrices"),
@@ -70,9 +70,10 @@ SETTINGS = {
     "eval_interval": (200, 250, "steps from one evaluation and checkpoint to the next"),
     "eval_rows": (64, 32, "held-out rows of an evaluation, the same ones every time"),
 }
-# What --resume may change: data may move, but its content is compared; a step may be cut otherwise, or computed
+# What --resume may change: data may move, but its content is compared; a step may be cut or computed
 # otherwise, but has the same rows.
-MAY_CHANGE = ("data", "steps", "eval_interval", "batch_size", "grad_accumulation", "checkpoint_activations", "compile")
+MAY_CHANGE = ("data", "steps", "eval_interval", "batch_size", "grad_accumulation", "checkpoint_activations",
+              "compile")
 READ_INTERVAL = 10  # steps from one reading of loss and norm to the next: each makes the host wait for a GPU
 
 
@@ -87,12 +88,14 @@ def make_parser():
             how = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(flag(name), help=f"{text} (default: {default})", **how)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="cpu, cuda, mps or xpu, or one of several, as in cuda:1; mps and xpu have the defaults "
-                             "of a CPU, in float32 (default here: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the run (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
-    parser.add_argument("--prompt", help="text for the model to continue at the end; with --resume: do only that "
-                                         "(default: the beginning of a held-out document)")
+                        help="cpu, cuda, mps or xpu, or one of several, as in cuda:1; mps and xpu have the "
+                             "defaults of a CPU, in float32 (default here: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out"),
+                        help="folder of the run (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the checkpoint in --out, if there is one")
+    parser.add_argument("--prompt", help="text for the model to continue at the end; with --resume: do only "
+                                         "that (default: the beginning of a held-out document)")
     return parser
 
 
@@ -112,8 +115,8 @@ def default_settings(device_type):
 def faster_dtype():
     """"bfloat16" where this CPU multiplies matrices in it no slower than in float32, else "float32".
 
-    Measured, for no capability flag tells it all: bfloat16 is 5 times as fast as float32 on one processor, and 500
-    times as slow on another (on which these few products take 0.2 s).
+    Measured, for no capability flag tells it all: bfloat16 is 5 times as fast as float32 on one processor and
+    500 times as slow on another (where these few products take 0.2 s).
     """
     def seconds(dtype):
         x = torch.ones(192, 192, dtype=dtype)
@@ -122,13 +125,17 @@ def faster_dtype():
     return "bfloat16" if seconds(torch.bfloat16) <= seconds(torch.float32) else "float32"
 
 
+def rows_per_step(settings):
+    return settings["batch_size"] * settings["grad_accumulation"]
+
+
 def model_config(settings):
     """Settings -> the GPTConfig of their model: its fields decide which of them are the model's."""
     sizes = {field.name: settings[field.name] for field in fields(GPTConfig) if field.name in settings}
     return GPTConfig(**sizes | {"vocab_size": VOCAB_SIZE})
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run's folder: no checkpoint is ever overwritten before its successor is complete
 
 
@@ -142,16 +149,16 @@ def alone_in(folder):
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
         sys.exit(f"another run is writing to {folder}: wait for its end, or name another --out")
+    try:
+        yield
     finally:
         os.close(handle)
 
 
 def write_whole(path, write):
-    """Has write(file) write beside the old file, then renames over it: whenever the program dies, a whole one is
-    there."""
+    """Has write(file) write beside the old file, then renames over it: a whole one is there at any time."""
     beside = path.with_suffix(".new")
     try:
         with open(beside, "wb") as file:
@@ -173,8 +180,8 @@ def load_checkpoint(path):
             raise KeyError(f"it holds {sorted(checkpoint)}")
         return checkpoint
     except Exception as error:  # a damaged file can make torch.load raise almost anything
-        raise ValueError(f"{path} is not a complete checkpoint of train.py ({error!r:.80}): put a good one in its "
-                         "place, or train anew without --resume") from None
+        raise ValueError(f"{path} is not a complete checkpoint of train.py ({error!r:.80}): put a good "
+                         "one in its place, or train anew without --resume") from None
 
 
 def restore(model, optimizer, checkpoint):
@@ -182,8 +189,8 @@ def restore(model, optimizer, checkpoint):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the checkpoint's weights are not those of its settings ({error!r:.200}): put a good one "
-                         "in its place, or train anew without --resume") from None
+        raise ValueError(f"the checkpoint's weights are not those of its settings ({error!r:.200}): put a "
+                         "good one in its place, or train anew without --resume") from None
 
 
 def set_aside(path):
@@ -198,16 +205,16 @@ def set_aside(path):
 def keep_metrics(path, step):
     """Drops the lines after a step, and a line cut short by a kill: a resumed run writes them again."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith(b"}\n")]
-    write_whole(path, lambda file: file.writelines(line for line in whole if json.loads(line)["step"] <= step))
+    kept = [line for line in lines if line.endswith(b"}\n") and json.loads(line)["step"] <= step]
+    write_whole(path, lambda file: file.writelines(kept))
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Learning and looking at what was learned
 
 
 def learning_rate_at(step, settings):
-    """The learning rate of optimizer step 0, 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak."""
+    """The learning rate of step 0, 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak."""
     peak, warmup = settings["learning_rate"], settings["warmup_steps"]
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -237,9 +244,9 @@ def sum_over_processes(number):
 
 
 def leave_together():
-    """Every process waits for the last: one that leaves early makes torchrun end the others, and one that leaves while
-    a gradient or a sum is still on its way may wait for itself (gloo's thread for Python's lock, Python for the
-    thread)."""
+    """Every process waits for the last: one that leaves early makes torchrun end the others, and one that
+    leaves while a gradient or a sum is on its way may wait for itself (gloo's thread for Python's lock, Python
+    for the thread)."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -250,12 +257,13 @@ def to_device(x, device):
 
 
 def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
-    """One optimizer step over micro-batches [(tokens, doc_ids, targets), ...] -> loss, norm of the gradient, tensors ().
+    """One optimizer step over micro-batches [(tokens, doc_ids, targets), ...] -> loss, gradient norm.
 
-    The gradient is that of the mean over the targets of all micro-batches of all processes together: each counts by
-    its number of targets, so k batches of n rows, on one process or on k, give the gradient of one batch of k n rows.
-    It is summed in float32, the dtype of the weights, whatever autocast computes in. The loss is this process's part
-    of that mean. Neither is read here, so the next step is prepared while a GPU computes.
+    The gradient is that of the mean over the targets of all micro-batches of all processes together: each
+    counts by its number of targets, so k batches of n rows, on one process or on k, give the gradient of one
+    batch of k n rows. It is summed in float32, the dtype of the weights, whatever autocast computes in. The
+    loss is this process's part of that mean. Both are tensors (), not read here: a GPU computes while the
+    next step is prepared.
     """
     device = next(model.parameters()).device
     counts = [int((targets != NO_TARGET).sum()) for _, _, targets in batches]
@@ -268,7 +276,7 @@ def train_step(model, optimizer, batches, learning_rate, grad_clip, dtype):
         with autocast(model, dtype):
             mean = model(to_device(tokens, device), doc_ids, to_device(targets, device))[1]
         loss = mean * (count / n_targets)
-        (loss * n_processes).backward()  # DistributedDataParallel takes the mean over the processes, this is a sum
+        (loss * n_processes).backward()  # DistributedDataParallel divides the sum over the processes by these
         total = total + loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     for group in optimizer.param_groups:
@@ -289,8 +297,8 @@ def token_losses(model, tokens, doc_ids, targets, dtype):
 
 
 def evaluate(model, batch, batch_size, dtype):
-    """-> (nats a token, bits a byte) over a batch of held-out rows, which the processes of torchrun share out; each gets
-    the result. Summed in float64. An EOS costs nats, too, but is no byte."""
+    """-> (nats a token, bits a byte) over a batch of held-out rows, summed in float64. The processes of
+    torchrun share the rows out, and each gets the result. An EOS costs nats, too, but is no byte."""
     rank, n_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = [x[rank::n_processes] for x in batch]  # of few rows, some processes may have none
     losses = torch.zeros(mine[0].shape)
@@ -303,7 +311,8 @@ def evaluate(model, batch, batch_size, dtype):
 
 
 def loss_by_position(model, documents, context_length, dtype, max_documents=64):
-    """-> [(first, last, nats a token), ...] for position ranges that double, over documents that fill the context."""
+    """-> [(first, last, nats a token), ...] for ranges of positions that double, over documents that fill the
+    context."""
     long = [d for d in documents if len(d) >= context_length - 1][:max_documents]
     if not long:
         return []
@@ -326,7 +335,7 @@ def sample(model, prompt, settings, max_new_tokens=500):
     return decode(ids[:ids.index(EOS)] if EOS in ids else ids)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # From flags to a run: everything that bad input can break, before the first step
 
 
@@ -343,39 +352,39 @@ class Run:
     val_batch: tuple  # tokens, doc_ids, targets of the rows that are evaluated
     out: Path
     prompt: str | None
+    rank: int  # of this process of torchrun
+    n_processes: int
     resumed: bool
     start: int  # the step it goes on from
-    rank: int
-    n_processes: int
 
 
 def check_device(name, n_processes):
     if not re.fullmatch(r"cpu|(cuda|mps|xpu)(:\d+)?", name):
         raise ValueError(f"--device {name}: expected cpu, cuda, mps or xpu, or one of several, as in cuda:1")
     if n_processes > 1 and name not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name}: under torchrun expected cpu, or cuda, of which every process takes a GPU "
-                         "of its own")
+        raise ValueError(f"--device {name}: under torchrun expected cpu, or cuda, where each process takes "
+                         "a GPU of its own")
     device = torch.device(name)
     n_devices = torch.get_device_module(device).device_count()
     if (device.index or 0) >= n_devices:
-        raise ValueError(f"--device {name}: this PyTorch sees {n_devices or 'no'} {device.type.upper()} device"
-                         f"{'s' * (n_devices > 1)}, use --device cpu")
+        raise ValueError(f"--device {name}: this PyTorch sees {n_devices} {device.type.upper()} devices: use "
+                         "one of them, counted from 0, or --device cpu")
 
 
 def check_compiler(device):
-    """ValueError where torch.compile does not work, as without a compiler: else the first step would say it, at length."""
+    """ValueError where torch.compile does not work, as without a C++ compiler."""
     try:
         torch.compile(torch.neg)(torch.ones(1, device=device))
     except Exception as error:  # of a private class
-        raise ValueError(f"--compile: torch.compile does not work here ({str(error).splitlines()[0]:.200}): install a "
-                         "C++ compiler that it finds, or use --no-compile") from None
+        raise ValueError(f"--compile: torch.compile does not work here ({error!r:.200}): install a C++ "
+                         "compiler, or use --no-compile") from None
 
 
 def check_settings(settings, n_processes):
     if settings["dtype"] not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {settings['dtype']}: expected float32 or bfloat16")
-    positive = ("batch_size", "grad_accumulation", "steps", "eval_interval", "eval_rows", "learning_rate", "grad_clip")
-    for name in positive:
+    for name in ("batch_size", "grad_accumulation", "steps", "eval_interval", "eval_rows", "learning_rate",
+                 "grad_clip"):
         if not settings[name] > 0:
             raise ValueError(f"{flag(name)} {settings[name]}: expected more than 0")
     for name in ("seed", "warmup_steps", "weight_decay"):
@@ -387,29 +396,30 @@ def check_settings(settings, n_processes):
 
 
 def resumed_settings(given, defaults, checkpoint, out):
-    """The settings of a checkpoint and of the flags given beside --resume. ValueError: flags that contradict it."""
+    """The settings of a checkpoint and of the flags beside --resume. ValueError: flags that contradict it."""
     unknown = set(checkpoint["settings"]) - set(SETTINGS)
     if unknown:
         raise ValueError(f"the checkpoint in {out} was made with settings that this train.py does not know: "
                          f"{', '.join(sorted(unknown))}. Resume it with the version that made it")
-    saved = defaults | checkpoint["settings"]  # those that an older version did not have are at their defaults
+    saved = defaults | checkpoint["settings"]  # an older version's checkpoint may lack some
     for name, value in given.items():
         if value != saved[name] and name not in MAY_CHANGE:
-            raise ValueError(f"{flag(name)} {value}, but the run in {out} was made with {saved[name]}: --resume "
-                             "continues that run, so leave the flag out, or train anew in another --out")
+            raise ValueError(f"{flag(name)} {value}, but the run in {out} was made with {saved[name]}: "
+                             "--resume continues that run, so leave the flag out, or name another --out")
     settings = saved | given
-    rows, saved_rows = (x["batch_size"] * x["grad_accumulation"] for x in (settings, saved))
+    rows, saved_rows = rows_per_step(settings), rows_per_step(saved)
     if rows != saved_rows:
-        raise ValueError(f"--batch-size {settings['batch_size']} --grad-accumulation {settings['grad_accumulation']}: "
-                         f"{rows} rows a step, but the run in {out} has {saved_rows}: choose two whose product is that")
-    if settings["steps"] < checkpoint["step"]:
-        raise ValueError(f"--steps {settings['steps']}: the checkpoint in {out} is at step {checkpoint['step']} "
-                         "already")
+        flags = " ".join(f"{flag(name)} {settings[name]}" for name in ("batch_size", "grad_accumulation"))
+        raise ValueError(f"{flags}: {rows} rows a step, but the run in {out} has {saved_rows}: choose two "
+                         "whose product is that")
+    step = checkpoint["step"]
+    if settings["steps"] < step:
+        raise ValueError(f"--steps {settings['steps']}: the checkpoint in {out} is at step {step} already")
     return settings
 
 
 def settle(args, n_processes):
-    """Flags, checkpoint and defaults -> (settings, checkpoint or None). ValueError: flags that contradict either."""
+    """Flags and checkpoint -> (settings, checkpoint or None). ValueError: flags that contradict them."""
     check_device(args.device, n_processes)
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     defaults = default_settings(torch.device(args.device).type)
@@ -419,7 +429,8 @@ def settle(args, n_processes):
         checkpoint = load_checkpoint(path)
         settings = resumed_settings(given, defaults, checkpoint, args.out)
     elif args.resume and args.prompt is not None:
-        raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder with --out")
+        raise ValueError(f"--resume --prompt: there is no {path} to load; train first, or name its folder "
+                         "with --out")
     check_settings(settings, n_processes)
     return settings, checkpoint
 
@@ -439,9 +450,10 @@ def prepare(args, settings, checkpoint, model, optimizer, device, rank, n_proces
     digest = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
     corpus = {"documents": len(documents), "bytes": sum(map(len, documents)), "sha256": digest}
     if checkpoint and corpus != checkpoint["corpus"]:
-        raise ValueError(f"the corpus is {corpus}, but the run in {args.out} was made with {checkpoint['corpus']}: "
-                         "resuming needs the same documents, name them with --data")
-    for_training, held_out = split_documents(documents, settings["val_fraction"], seed=0)  # for every --seed the same
+        raise ValueError(f"the corpus is {corpus}, but the run in {args.out} was made with "
+                         f"{checkpoint['corpus']}: resuming needs the same documents, name them with --data")
+    # Held out is the same for every --seed.
+    for_training, held_out = split_documents(documents, settings["val_fraction"], seed=0)
     rows = PackedRows(for_training, settings["context_length"], settings["seed"])
     val_rows = PackedRows(held_out, settings["context_length"], seed=0)
     val_batch = val_rows.shuffled_batch(0, min(settings["eval_rows"], val_rows.rows_per_epoch))
@@ -450,35 +462,32 @@ def prepare(args, settings, checkpoint, model, optimizer, device, rank, n_proces
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume and not checkpoint:
         print(f"nothing to resume in {args.out} yet, so this starts at step 0")
-    return Run(settings, model, optimizer, device, corpus, rows, held_out, val_rows, val_batch, args.out, args.prompt,
-               resumed=checkpoint is not None, start=checkpoint["step"] if checkpoint else 0,
-               rank=rank, n_processes=n_processes)
+    return Run(settings, model, optimizer, device, corpus, rows, held_out, val_rows, val_batch, args.out,
+               args.prompt, rank, n_processes, bool(checkpoint), checkpoint["step"] if checkpoint else 0)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # A run, from its first step to what it learned
-
-
-def rows_per_step(settings):
-    return settings["batch_size"] * settings["grad_accumulation"]
 
 
 def introduce(run):
     """Prints what is going to be trained on what."""
-    S, rows, rows_a_step = run.settings, run.rows, rows_per_step(run.settings)
+    S, rows, n_rows = run.settings, run.rows, rows_per_step(run.settings)
     share = visible_share(rows.shuffled_batch(0, min(100, rows.rows_per_epoch))[1], S["attention"])
     processes = f"{run.n_processes} x " if run.n_processes > 1 else ""
     compiled = ", compiled" if S["compile"] else ""
     saved = f", {1 - share:.1%} are not computed" if S["attend"] == "document" else ""
-    print(f"device         {processes}{run.device}, {S['dtype']}{compiled}, {torch.get_num_threads()} threads, "
-          f"PyTorch {torch.__version__}\n"
-          f"model          {sum(p.numel() for p in run.model.parameters()):,} parameters, "
-          f"context length {S['context_length']:,}\n"
-          f"attention      {S['attention']}, by {S['attend']}: {share:.1%} of the causal pairs are visible{saved}\n"
-          f"corpus         {S['data'] or 'the Python standard library'}: {len(rows.documents):,} documents to train on "
-          f"({rows.n_tokens:,} tokens), {len(run.held_out):,} held out ({run.val_rows.n_tokens:,} tokens)\n"
-          f"step           {rows_a_step} rows, {rows_a_step * S['context_length']:,} tokens; {S['steps']} steps are "
-          f"{S['steps'] * rows_a_step / rows.rows_per_epoch:.2f} epochs")
+    print(f"device         {processes}{run.device}, {S['dtype']}{compiled}, "
+          f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}")
+    print(f"model          {sum(p.numel() for p in run.model.parameters()):,} parameters, "
+          f"context length {S['context_length']:,}")
+    print(f"attention      {S['attention']}, by {S['attend']}: "
+          f"{share:.1%} of the causal pairs are visible{saved}")
+    print(f"corpus         {S['data'] or 'the Python standard library'}: "
+          f"{len(rows.documents):,} documents to train on ({rows.n_tokens:,} tokens), "
+          f"{len(run.held_out):,} held out ({run.val_rows.n_tokens:,} tokens)")
+    print(f"step           {n_rows} rows, {n_rows * S['context_length']:,} tokens; "
+          f"{S['steps']} steps are {S['steps'] * n_rows / rows.rows_per_epoch:.2f} epochs")
 
 
 class Diverged(Exception):
@@ -508,23 +517,26 @@ def open_folder(run):
 
 
 def make_replica(run):
-    """What the steps train: the model, compiled if it shall be, and under torchrun kept equal to the others'."""
+    """What the steps train: the model, compiled if asked for; under torchrun kept equal to the others'."""
     replica = torch.compile(run.model) if run.settings["compile"] else run.model
     if run.n_processes > 1:
         if run.device != "cpu":
             torch.cuda.set_device(run.device)
         # None: NCCL between GPUs, gloo for what is on the CPU. Windows has no NCCL.
         dist.init_process_group(None if run.device != "cpu" and dist.is_nccl_available() else "gloo")
-        replica = DistributedDataParallel(replica)  # around the compiled one, as PyTorch's documentation advises
+        replica = DistributedDataParallel(replica)  # around what is compiled, as PyTorch advises
     return replica
 
 
 @contextmanager
 def stop_requests():
-    """-> a list of the signals (Ctrl-C, SIGTERM) that came since. A signal only asks to stop: between two steps weights
-    and optimizer agree, within one they may not. The handlers before are back on every way out."""
+    """-> a list that gathers the signals (Ctrl-C, SIGTERM) from here on. A signal only asks to stop: between
+    two steps weights and optimizer agree, within one they may not. On every way out the old ones are back."""
     signals = []
-    handlers = {s: signal.signal(s, lambda signum, frame: signals.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(signum, frame):
+        signals.append(signum)
+    handlers = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield signals
     finally:
@@ -533,12 +545,12 @@ def stop_requests():
 
 
 class Journal:
-    """A run's metrics file and progress bar; loss and norm of the latest steps stay on the device until read()."""
+    """A run's metrics file and progress bar; loss and norm of a step stay on the device until read()."""
 
     def __init__(self, run):
         self.tokens_per_step = rows_per_step(run.settings) * run.settings["context_length"]
         path = run.out / "metrics.jsonl" if run.rank == 0 else os.devnull
-        self.file = open(path, "a", buffering=1, newline="\n")  # the same line end everywhere: keep_metrics looks for it
+        self.file = open(path, "a", buffering=1, newline="\n")  # on Windows, too: keep_metrics looks for it
         self.bar = tqdm(total=run.settings["steps"], initial=run.start, unit="step", dynamic_ncols=True,
                         disable=None if run.rank == 0 else True)
         self.unread, self.losses = [], []  # steps on the device; losses since the last evaluation
@@ -558,8 +570,9 @@ class Journal:
         self.file.write(json.dumps(line) + "\n")
 
     def read(self):
-        """Reads and writes the unread steps: the one place that waits for the device. Diverged: what is not finite."""
-        read = [(step, lr, sum_over_processes(loss.item()), norm.item()) for step, lr, loss, norm in self.unread]
+        """Reads and writes the unread steps; only here the device is waited for. Diverged: not finite."""
+        read = [(step, lr, sum_over_processes(loss.item()), norm.item())
+                for step, lr, loss, norm in self.unread]
         speed = self.tokens_per_step * len(read) / (time.perf_counter() - self.began)
         for step, lr, loss, norm in read:
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -586,12 +599,13 @@ def micro_batches(run, step):
 
 
 def train(run):
-    """Steps until the last, or until a signal asks to stop; then shows what was learned, or exits with 128 + signal."""
+    """Steps until the last, then shows what was learned; or until a signal, then exits with 128 + signal."""
     S, replica, evaluation, stop = run.settings, make_replica(run), None, False
     with stop_requests() as signals, Journal(run) as journal:
         for step in range(run.start, S["steps"]):
             lr = learning_rate_at(step, S)
-            loss, norm = train_step(replica, run.optimizer, micro_batches(run, step), lr, S["grad_clip"], S["dtype"])
+            batches = micro_batches(run, step)
+            loss, norm = train_step(replica, run.optimizer, batches, lr, S["grad_clip"], S["dtype"])
             journal.unread.append((step + 1, lr, loss, norm))
             stop = sum_over_processes(len(signals)) > 0  # all processes stop after the same step
             evaluating = (step + 1) % S["eval_interval"] == 0 or step + 1 == S["steps"]
@@ -607,8 +621,9 @@ def train(run):
                 break
         leave_together()  # with signals still caught, for torchrun hands them on a second time
         if stop:
-            journal.bar.write(f"stopped after step {step + 1} of {S['steps']} and saved {run.out / 'checkpoint.pt'}; "
-                              f"to go on: python train.py --resume --out {run.out}")
+            journal.bar.write(f"stopped after step {step + 1} of {S['steps']} and saved "
+                              f"{run.out / 'checkpoint.pt'}; to go on: "
+                              f"python train.py --resume --out {run.out}")
             sys.exit(128 + (signals or [signal.SIGTERM])[0])
     if run.rank == 0:
         show(run, evaluation or evaluate(run.model, run.val_batch, S["batch_size"], S["dtype"]))
@@ -631,13 +646,16 @@ def show(run, evaluation):
 def main(argv=None):
     parser = make_parser()
     args = parser.parse_args(argv)
-    rank, n_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+    rank = int(os.environ.get("RANK", 0))  # torchrun sets both
+    n_processes = int(os.environ.get("WORLD_SIZE", 1))
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # one process speaks and saves, for all of them
     checkpoint_path = args.out / "checkpoint.pt"
     try:
         settings, checkpoint = settle(args, n_processes)
-        device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" and n_processes > 1 else args.device
+        device = args.device
+        if n_processes > 1 and device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
         model, optimizer = make_model(settings, checkpoint, device)
         if checkpoint and args.prompt is not None:
             print(sample(model, args.prompt, settings))
@@ -652,17 +670,17 @@ def main(argv=None):
                 open_folder(run)
             train(run)
     except Diverged as error:
-        sys.exit(f"{error}, expected finite numbers; {checkpoint_path} is what was saved before that. Train anew with a "
-                 "lower --learning-rate or a longer --warmup-steps")
+        sys.exit(f"{error}, expected finite numbers; {checkpoint_path} is what was saved before that. Train "
+                 "anew with a lower --learning-rate or a longer --warmup-steps")
     except OSError as error:
-        sys.exit(f"could not write: {error}; {checkpoint_path} is as it was saved before, if it was. Make room, then go "
-                 "on with --resume")
+        sys.exit(f"could not write: {error}; {checkpoint_path} is as it was saved before, if it was. Make "
+                 "room, then go on with --resume")
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f"out of memory: {str(error).splitlines()[0]}\nadd --checkpoint-activations, halve --batch-size and "
-                 f"double --grad-accumulation (both with --resume, from {checkpoint_path}), or train anew with a lower "
-                 "--context-length")
+        sys.exit(f"out of memory: {str(error).splitlines()[0]}\nadd --checkpoint-activations, halve "
+                 "--batch-size and double --grad-accumulation (both with --resume, from "
+                 f"{checkpoint_path}), or train anew with a lower --context-length")
 
 
 if __name__ == "__main__":
