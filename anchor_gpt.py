@@ -7,46 +7,46 @@ TMLR 2025, arXiv 2411.13476). Read from top to bottom this file is the paper's m
   2. positions        position ids and RoPE, its angles and tables never in bfloat16
   3. attention        the same attention in two ways: by mask (the definition) and by document (fast)
   4. the model        pre-RMSNorm, grouped-query attention with RoPE, SwiGLU, tied embeddings
+  5. elsewhere        the method in other people's code: Hugging Face transformers, rows packed by others
+  6. pictures         `python anchor_gpt.py` draws the four kinds
 
 Notable: the only attention kernel is PyTorch's scaled_dot_product_attention; there are no buffers, so
-`model.bfloat16()` finds no rotation table to round; by document, nothing of size T x T is ever built.
+`model.bfloat16()` finds no rotation table to round; by document, nothing of size T x T is ever built; and
+`torch.compile(model)` compiles once for all packings.
 
-Run it, `python anchor_gpt.py`, to see the four kinds drawn.
-
-Shapes: B rows, T tokens a row, H query heads, H_kv key/value heads, D the head size, C = H * D, V tokens in the
-vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, ... for each document in turn.
-"""
+Shapes: B rows, T tokens a row, H query heads, H_kv key/value heads, D the head size, C = H * D, V tokens in
+the vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, ... for each document in
+turn. """
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Who sees whom
 
 ATTENTIONS = ("full", "intra_doc", "intra_doc_reset", "anchor")
 
 
-def check_attention(attention):
-    if attention not in ATTENTIONS:
-        raise ValueError(f"unknown attention kind {attention!r}: choose one of {', '.join(ATTENTIONS)}")
+def unknown_attention(attention):
+    return ValueError(f"unknown attention kind {attention!r}: choose one of {', '.join(ATTENTIONS)}; a kind of your "
+                      "own has to be served here, too")
 
 
 def check_doc_ids(doc_ids):
     if doc_ids.ndim != 2 or doc_ids.dtype != torch.int64 or doc_ids.numel() == 0:
-        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} {doc_ids.dtype}, expected a non-empty (B, T) torch.int64: "
-                         "for a single row pass doc_ids[None]")
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} {doc_ids.dtype}, expected a non-empty (B, T) "
+                         "torch.int64: for a single row pass doc_ids[None]")
     wrong = doc_ids < 1
     wrong[:, 0] = doc_ids[:, 0] != 0
     if wrong.any():
         b, t = wrong.nonzero()[0].tolist()
-        raise ValueError(f"doc_ids[{b}, {t}] is {int(doc_ids[b, t])}: expected 0 at index 0, for the anchor (the BOS token in "
-                         "front of the row), and 1, 2, 3, ... for the documents behind it")
+        raise ValueError(f"doc_ids[{b}, {t}] is {int(doc_ids[b, t])}: expected 0 at index 0, for the anchor (the "
+                         "BOS token in front of the row), and 1, 2, 3, ... for the documents behind it")
 
 
 def attention_mask(doc_ids, attention):
@@ -56,23 +56,26 @@ def attention_mask(doc_ids, attention):
     scaled_dot_product_attention. Every kind is causal (j <= i) and lets every token see itself.
     ValueError: an unknown kind; doc_ids of another shape or dtype, or without the anchor in front.
     """
-    check_attention(attention)
     check_doc_ids(doc_ids)
     B, T = doc_ids.shape
     causal = torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()
-    if attention == "full":
-        return causal.repeat(B, 1, 1)
-    visible = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T): query and key in the same document
-    if attention == "anchor":
-        visible |= doc_ids[:, None, :] == 0
-    return visible & causal
+    same_document = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T): of query and key
+    key_is_anchor = doc_ids[:, None, :] == 0  # (B, 1, T)
+    match attention:
+        case "full":
+            return causal.repeat(B, 1, 1)
+        case "intra_doc" | "intra_doc_reset":
+            return causal & same_document
+        case "anchor":
+            return causal & (same_document | key_is_anchor)
+    raise unknown_attention(attention)
 
 
 def document_lengths(doc_ids):
     """The lengths of the documents of each row, in order, the anchor's 1 first.
 
-    doc_ids (B, T) int64 -> list of B lists of int, each summing to T. On CUDA this waits for the device: call it
-    once a forward, not once a layer.
+    doc_ids (B, T) int64 -> list of B lists of int, each summing to T. On CUDA this waits for the device: call
+    it once a forward, not once a layer.
     ValueError: as attention_mask, and a document in more than one piece.
     """
     doc_ids = doc_ids.cpu()
@@ -89,59 +92,57 @@ def document_lengths(doc_ids):
 
 
 def visible_pairs(doc_ids, attention):
-    """How many (query, key) pairs are visible in each row; divided by that of `full`, the share of the work that is left.
+    """How many (query, key) pairs are visible in each row; over that of `full`, the share of the work that is
+    left.
 
     doc_ids (B, T) int64 -> int64 (B,); a document of n tokens has n (n + 1) / 2 causal pairs.
     ValueError: an unknown kind, and as document_lengths.
     """
-    check_attention(attention)
     pairs = []
     for lengths in document_lengths(doc_ids):
         T = sum(lengths)
-        blocks = [T] if attention == "full" else lengths
-        to_the_anchor = T - 1 if attention == "anchor" else 0
-        pairs.append(sum(n * (n + 1) // 2 for n in blocks) + to_the_anchor)
+        within_documents = sum(n * (n + 1) // 2 for n in lengths)
+        match attention:
+            case "full":
+                pairs.append(T * (T + 1) // 2)
+            case "intra_doc" | "intra_doc_reset":
+                pairs.append(within_documents)
+            case "anchor":
+                pairs.append(within_documents + T - 1)
+            case _:
+                raise unknown_attention(attention)
     return torch.tensor(pairs)
 
 
-def draw_mask(visible, doc_ids):
-    """One row's mask as text, a line a query: ██ same document, ▓▓ the anchor, ░░ another document, · hidden.
-
-    visible (T, T) bool, doc_ids (T,) int64 -> str of T lines, two characters a key.
-    """
-    def cell(i, j):
-        if not visible[i, j]:
-            return "· "
-        return "██" if doc_ids[i] == doc_ids[j] else "▓▓" if doc_ids[j] == 0 else "░░"
-    T = len(doc_ids)
-    return "\n".join("".join(cell(i, j) for j in range(T)) for i in range(T))
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# 2. Positions: RoPE makes a logit depend on the distance between query and key alone, as long as its angles are exact
+# ------------------------------------------------------------------------------------------------------------
+# 2. Positions: with RoPE a logit depends on the distance of query and key alone, as long as its angles are exact
 
 
 def position_ids(doc_ids, attention):
-    """The position of each token: its index in the row; for intra_doc_reset its index in its document, from 0.
+    """The position of each token: its index in the row; for intra_doc_reset its index in its document, from
+    0.
 
     doc_ids (B, T) int64 -> int64 (B, T). The anchor is at position 0 in every kind.
     ValueError: an unknown kind; doc_ids of another shape or dtype, or without the anchor in front.
     """
-    check_attention(attention)
     check_doc_ids(doc_ids)
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    if attention != "intra_doc_reset":
-        return index
-    sorted_ids, order = doc_ids.sort(dim=1, stable=True)  # document after document, each in its own order
-    return torch.empty_like(doc_ids).scatter(1, order, index - torch.searchsorted(sorted_ids, sorted_ids))
+    match attention:
+        case "full" | "intra_doc" | "anchor":
+            return index
+        case "intra_doc_reset":
+            sorted_ids, order = doc_ids.sort(dim=1, stable=True)  # document after document, each in its own order
+            within = index - torch.searchsorted(sorted_ids, sorted_ids)
+            return torch.empty_like(doc_ids).scatter(1, order, within)
+    raise unknown_attention(attention)
 
 
 def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
     """The tables of RoPE: cos and sin of position * theta^(-2i / head_dim) for i = 0 ... head_dim/2 - 1.
 
-    position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64: in float32 they
-    are off by up to 0.005 radians below position 131,072; and a float32 matmul is what autocast runs in bfloat16, where
-    positions above 256 collapse onto each other.
+    position_ids (B, T) -> cos, sin, each (B, 1, T, head_dim // 2) of `dtype`. The angles are float64: in
+    float32 they are off by up to 0.005 radians below position 131,072; and a float32 matmul is what autocast
+    runs in bfloat16, where positions above 256 collapse onto each other.
     ValueError: an odd head_dim.
     """
     if head_dim % 2:
@@ -151,108 +152,124 @@ def rope_cos_sin(position_ids, head_dim, theta=10_000.0, dtype=torch.float32):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rope(x, cos, sin):
-    """Rotates each pair (i, i + D/2) of x by its position's angle i (the pair layout of Llama checkpoints in Hugging
-    Face form).
+def apply_rope(x, cos, sin, dtype=None):
+    """Rotates each pair (i, i + D/2) of x by its position's angle i (the pair layout of Llama checkpoints in
+    Hugging Face form).
 
-    x (B, H, T, D), cos and sin (B, 1, T, D // 2) -> (B, H, T, D) of x's dtype. Computed in the promoted dtype of x and
-    cos, then rounded to x's. With bfloat16 x, bfloat16 tables are the paper's failing case; float32 tables remove their
-    share of the error, but the result is still rounded to 8 bits (`bench.py rope` shows both).
-    """
+    x (B, H, T, D), cos and sin (B, 1, T, D // 2) -> (B, H, T, D) of `dtype`, by default x's. Computed in the
+    promoted dtype of x and cos, then rounded. With bfloat16 x, bfloat16 tables are the paper's failing case;
+    float32 tables remove their share of the error, but a bfloat16 result still has 8 bits (`bench.py rope`
+    shows both). """
     x1, x2 = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(dtype or x.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Attention, in two ways
 
+# PyTorch's backward of bfloat16 attention is slow on a CPU. One causal block of 4 heads of 64, forward and
+# backward, took in bfloat16, over its time in float32: 31 tokens 1.66, 201 1.17, 301 1.04, 401 0.99, 513 0.90
+# (AMD EPYC with AVX-512 bf16; an Intel Xeon with AMX crosses 1 at 600). Up to this length float32 is as fast,
+# and more precise.
+FLOAT32_UP_TO = 384
 
-def attend_by_mask(q, k, v, doc_ids, attention, mask=None):
-    """Attention by one dense mask: the definition, quadratic in T, what attend_by_document is tested against.
 
-    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D). doc_ids on any device.
-    mask: attention_mask(doc_ids, attention), where the caller has it already.
-    ValueError: as attention_mask.
+def causal(q, k, v, dtype, scale=None):
+    """Plain causal attention, in `dtype`; on a CPU a short bfloat16 block in float32.
+
+    q (B, H, n, D), k and v (B, H_kv, n, D) -> (B, H, n, D) of `dtype`.
     """
-    if mask is None:
-        mask = attention_mask(doc_ids.to(q.device), attention)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    short = dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[2] <= FLOAT32_UP_TO
+    inside = torch.float32 if short else dtype
+    with torch.autocast(q.device.type, enabled=False):  # else it would cast float32 back
+        y = F.scaled_dot_product_attention(q.to(inside), k.to(inside), v.to(inside),
+                                           is_causal=True, scale=scale, enable_gqa=True)
+    return y.to(dtype)
 
 
-def attend_by_document(q, k, v, doc_ids, attention, lengths=None):
-    """Attention as independent causal blocks, one a document: the values and gradients of attend_by_mask, but the
-    work falls from T^2 to the sum of the documents' n^2, and nothing of size T x T exists.
+def causal_blocks(q, k, v, lengths, attention, scale=None):
+    """Attention as independent causal blocks, one a document: the work falls from T^2 to the sum of the
+    documents' n^2, and nothing of size T x T exists.
 
-    In `anchor`, the queries of a document see the anchor and their document up to themselves: plain causal attention
-    over [anchor; document]. So each document gets a copy of the anchor's q, k and v in front; the query only because
-    is_causal wants as many queries as keys. (And since the anchor sees only itself, at position 0, in every layer, its k
-    and v are those it would have in front of the document alone.)
+    In `anchor`, the queries of a document see the anchor and their document up to themselves: plain causal
+    attention over [anchor; document]. So each document gets a copy of the anchor's q, k and v in front; the
+    query only because is_causal wants as many queries as keys. (And since the anchor sees only itself, at
+    position 0, in every layer, its k and v are those it would have in front of the document alone.)
 
-    q (B, H, T, D), k and v (B, H_kv, T, D), already rotated; H_kv divides H -> (B, H, T, D). doc_ids on any device.
-    lengths: document_lengths(doc_ids), where the caller has it already.
-    ValueError: an unknown kind, and as document_lengths.
+    q (B, H, T, D), k and v (B, H_kv, T, D), rotated; lengths as document_lengths -> (B, H, T, D) of v's
+    dtype.
+    ValueError: an unknown kind.
     """
-    check_attention(attention)
-    if lengths is None:
-        lengths = document_lengths(doc_ids)
-
-    def causal(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
     if attention == "full":
-        return causal(q, k, v)
+        return causal(q, k, v, v.dtype, scale)
+    heads = q.shape[1], k.shape[1], v.shape[1]
     rows = []
-    # Split, not sliced: the backward of every slice would allocate a zero tensor of the whole length.
-    for *qkv, row_lengths in zip(q.split(1), k.split(1), v.split(1), lengths):
-        anchor, *docs = zip(*(x.split(row_lengths, dim=2) for x in qkv))  # q, k, v of each: (1, H or H_kv, n, D)
-        if attention == "anchor":
-            # The first output row, the copied anchor's, is dropped: it is the same in every document.
-            blocks = [causal(*(torch.cat(pair, dim=2) for pair in zip(anchor, doc)))[:, :, 1:] for doc in docs]
-        else:
-            blocks = [causal(*doc) for doc in docs]
-        rows.append(torch.cat([causal(*anchor), *blocks], dim=2))  # (1, H, T, D)
+    for row, row_lengths in zip(torch.cat((q, k, v), dim=1).split(1), lengths):
+        # Split, not sliced: the backward of every slice would allocate a zero tensor of the whole length.
+        anchor, *docs = row.split(row_lengths, dim=2)  # each (1, H + 2 H_kv, n, D)
+        # All copies from one `expand`: its backward is one sum, which accumulates in float32. Using the
+        # anchor itself again and again would add up its gradient in bfloat16, a rounding for each document.
+        copies = anchor.expand(-1, -1, len(docs), -1).split(1, dim=2)
+        outputs = [causal(*anchor.split(heads, dim=1), v.dtype, scale)]
+        for copy, doc in zip(copies, docs):
+            match attention:
+                case "intra_doc" | "intra_doc_reset":
+                    outputs.append(causal(*doc.split(heads, dim=1), v.dtype, scale))
+                case "anchor":
+                    block = torch.cat((copy, doc), dim=2)  # (1, H + 2 H_kv, 1 + n, D)
+                    y = causal(*block.split(heads, dim=1), v.dtype, scale)
+                    outputs.append(y[:, :, 1:])  # the copy's own output is not needed: it is the anchor's
+                case _:
+                    raise unknown_attention(attention)
+        rows.append(torch.cat(outputs, dim=2))  # (1, H, T, D)
     return torch.cat(rows)
 
 
-def check_plain_attention(module, query, key, attention_mask, scaling, dropout, options):
-    """Refuses what transformers may ask of an attention function beyond causal softmax(q k / sqrt(D)) v. ValueError."""
-    T, D, config, layer = query.shape[2], query.shape[3], module.config, type(module).__name__
-    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)):
-        raise ValueError(f"{layer} has no RoPE: anchor attention is for models that rotate queries and keys")
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others or not getattr(module, "is_causal", True):
-        raise ValueError(f"{layer} is of a model with {sorted(others) or 'attention that is not causal'}: documents would see each "
-                         "other there")
-    asked = {name: options.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias", "indices")}
-    asked |= {"dropout": dropout or None, "attention_mask": attention_mask,
-              "scaling": None if scaling is None or math.isclose(scaling, D**-0.5) else scaling,
-              "sliding_window": options.get("sliding_window", getattr(config, "sliding_window", None))}
-    if asked["sliding_window"] is not None and asked["sliding_window"] >= T:  # it hides nothing
-        del asked["sliding_window"]
-    for name, value in asked.items():
-        if value is not None:
-            raise ValueError(f"{layer} asks for attention with {name} = {value}, which anchor attention does not have")
-    if key.shape[2] != T:
-        raise ValueError(f"{layer} got {T} queries and {key.shape[2]} keys: expected whole rows, without a cache")
+class PreparedAttention:
+    """Who sees whom in a batch, worked out once and then called by every layer: attend(q, k, v).
+
+    doc_ids (B, T) int64, on any device; attention: one of ATTENTIONS; attend: "document" or "mask"; device:
+    where q, k and v are (for the mask). q (B, H, T, D), k and v (B, H_kv, T, D), rotated, where H_kv divides
+    H -> (B, H, T, D) of v's dtype. scale: of the logits, by default D^-0.5.
+    ValueError: an unknown kind; doc_ids as document_lengths or attention_mask say; q of other rows than
+    doc_ids. """
+
+    def __init__(self, doc_ids, attention, attend="document", device="cpu"):
+        self.attention, self.shape = attention, tuple(doc_ids.shape)
+        self.lengths = document_lengths(doc_ids) if attend == "document" else None
+        self.mask = attention_mask(doc_ids.to(device), attention)[:, None] if attend == "mask" else None
+
+    # Kept out of compiled graphs: the lengths differ from packing to packing, and each would be compiled
+    # anew.
+    @torch.compiler.disable
+    def __call__(self, q, k, v, scale=None):
+        if (q.shape[0], q.shape[2]) != self.shape:
+            raise ValueError(f"doc_ids is {self.shape}, but q has {q.shape[0]} rows of {q.shape[2]} tokens: pass the "
+                             "doc_ids of these rows")
+        if self.mask is None:
+            return causal_blocks(q, k, v, self.lengths, self.attention, scale)
+        return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=self.mask, scale=scale,
+                                              enable_gqa=True)
 
 
-def hugging_face_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, doc_ids=None, **options):
-    """Anchor attention for the RoPE models of Hugging Face transformers, with the signature of their AttentionInterface:
-    register it there and call model(tokens, doc_ids=doc_ids), as the README's "Take it home" shows.
+def attend_by_mask(q, k, v, doc_ids, attention):
+    """Attention by one dense mask: the definition, quadratic in T, what attend_by_document is tested against.
 
-    query (B, H, T, D), key and value (B, H_kv, T, D), already rotated -> (B, T, H, D), and None for the weights.
-    doc_ids (B, T) int64, best on the CPU, where each layer reads them; padding is a document like any other.
-    ValueError: no doc_ids or of another shape, and as check_plain_attention.
+    Shapes and errors as PreparedAttention.
     """
-    if doc_ids is None or doc_ids.shape != (len(query), query.shape[2]):
-        got = "no doc_ids" if doc_ids is None else f"doc_ids {tuple(doc_ids.shape)}"
-        raise ValueError(f"{type(module).__name__} got {got} for {len(query)} rows of {query.shape[2]} tokens: call model(tokens, "
-                         "doc_ids=doc_ids). For inference load it without this attention: one document needs only the causal one")
-    check_plain_attention(module, query, key, attention_mask, scaling, dropout, options)
-    return attend_by_document(query, key, value, doc_ids, "anchor").transpose(1, 2), None
+    return PreparedAttention(doc_ids, attention, "mask", q.device)(q, k, v)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+def attend_by_document(q, k, v, doc_ids, attention):
+    """Attention by causal_blocks, one a document: the values and gradients of attend_by_mask, and the
+    default.
+
+    Shapes and errors as PreparedAttention.
+    """
+    return PreparedAttention(doc_ids, attention, "document")(q, k, v)
+
+
+# ------------------------------------------------------------------------------------------------------------
 # 4. The model
 
 
@@ -273,7 +290,8 @@ class GPTConfig:
     checkpoint_activations: bool = False  # keep only the input of each block, and compute the rest again in the backward
 
     def __post_init__(self):
-        check_attention(self.attention)
+        if self.attention not in ATTENTIONS:
+            raise unknown_attention(self.attention)
         if self.attend not in ("document", "mask"):
             raise ValueError(f'unknown way to attend {self.attend!r}: choose "document" or "mask"')
         for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "rope_theta", "norm_eps"):
@@ -305,7 +323,9 @@ class Attention(nn.Module):
         H, H_kv = self.config.n_head, self.config.n_kv_head
         heads = self.qkv(x).view(B, T, H + 2 * H_kv, self.head_dim).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
         qk, v = heads.split((H + H_kv, H_kv), dim=1)
-        q, k = apply_rope(qk, cos, sin).split((H, H_kv), dim=1)
+        # A CPU attends to short documents in float32 (see `causal`): no need to round what is rotated in
+        # between.
+        q, k = apply_rope(qk, cos, sin, cos.dtype if x.device.type == "cpu" else None).split((H, H_kv), dim=1)
         y = attend(q, k, v)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -348,14 +368,11 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("proj.weight") else 0.02
                 nn.init.normal_(p, std=std)
 
-    def forward(self, tokens, doc_ids=None, targets=None):
-        """tokens (B, T) int64, each row an anchor and its documents -> logits (B, T, V), and the loss or None.
-
-        doc_ids (B, T) int64, on any device (read on the CPU: from CUDA that waits for the device); None means one
-        document a row after its anchor. targets (B, T) int64: the loss is the mean cross-entropy in nats, in float32,
-        over the targets other than -100 (0 where there is none).
-        ValueError: tokens or doc_ids of another shape, and as document_lengths (by document) or attention_mask (by mask).
-        """
+    # Kept out of compiled graphs, like the attention itself: what is read off doc_ids differs from batch to
+    # batch.
+    @torch.compiler.disable
+    def prepare(self, tokens, doc_ids):
+        """What is the same in every layer -> who sees whom, and the tables of the rotation: (attend, cos, sin)."""
         config = self.config
         if tokens.ndim != 2:
             raise ValueError(f"tokens is {tuple(tokens.shape)}, expected (B, T): for a single row pass tokens[None]")
@@ -365,23 +382,28 @@ class GPT(nn.Module):
         if doc_ids.shape != tokens.shape:
             raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, expected the shape of tokens, {tuple(tokens.shape)}")
         doc_ids = doc_ids.cpu()
-        x = self.embedding(tokens)  # (B, T, C)
-
-        # Who sees whom is the same in every layer, and so are the rotation tables: each is worked out once.
-        if config.attend == "document":
-            attend = partial(attend_by_document, doc_ids=doc_ids, attention=config.attention,
-                             lengths=document_lengths(doc_ids))
-        else:
-            attend = partial(attend_by_mask, doc_ids=doc_ids, attention=config.attention,
-                             mask=attention_mask(doc_ids.to(tokens.device), config.attention))
+        attend = PreparedAttention(doc_ids, config.attention, config.attend, tokens.device)
         positions = position_ids(doc_ids, config.attention)
         if tokens.is_cuda:
             positions = positions.pin_memory().to(tokens.device, non_blocking=True)  # without waiting for the GPU
-        cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta,
-                                torch.promote_types(x.dtype, torch.float32))  # never below float32
+        # Elsewhere the tables are made on the CPU: Apple's GPUs have no float64.
+        dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)  # never below float32
+        cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, config.rope_theta, dtype)
+        return attend, cos.to(tokens.device), sin.to(tokens.device)
 
+    def forward(self, tokens, doc_ids=None, targets=None):
+        """tokens (B, T) int64, each row an anchor and its documents -> logits (B, T, V), and the loss or
+        None.
+
+        doc_ids (B, T) int64, on any device (read on the CPU: from CUDA that waits for the device); None means
+        one document a row after its anchor. targets (B, T) int64: the loss is the mean cross-entropy in nats,
+        in float32, over the targets other than -100 (0 where there is none).
+        ValueError: tokens or doc_ids of another shape, and as document_lengths (by document) or
+        attention_mask (by mask). """
+        attend, cos, sin = self.prepare(tokens, doc_ids)
+        x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
-            if config.checkpoint_activations:
+            if self.config.checkpoint_activations:
                 x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = block(x, cos, sin, attend)
@@ -395,10 +417,10 @@ class GPT(nn.Module):
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None):
         """Continues each row by max_new_tokens sampled tokens; temperature 0 always takes the likeliest.
 
-        tokens (B, T) int64, the anchor first -> (B, T + max_new_tokens). Once a row outgrows context_length, the model
-        sees the anchor and the latest tokens: the oldest after the anchor are dropped, and positions count anew.
-        top_k: sample from the k likeliest tokens only. ValueError: a negative temperature, a top_k below 1.
-        """
+        tokens (B, T) int64, the anchor first -> (B, T + max_new_tokens). Once a row outgrows context_length,
+        the model sees the anchor and the latest tokens: the oldest after the anchor are dropped, and
+        positions count anew. top_k: sample from the k likeliest tokens only. ValueError: a negative
+        temperature, a top_k below 1. """
         if temperature < 0 or top_k is not None and top_k < 1:
             raise ValueError(f"temperature is {temperature}, top_k {top_k}: expected 0 or more, and at least 1 or None")
         for _ in range(max_new_tokens):
@@ -417,7 +439,148 @@ class GPT(nn.Module):
         return tokens
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# 5. In other people's code
+
+
+def doc_ids_from_separators(tokens, separator):
+    """The doc_ids of rows that other code has packed: an anchor in front, each document ended by a separator
+    token.
+
+    tokens (B, T) int64 -> int64 (B, T). A row may start in the middle of a document and end in another, and
+    the anchor may be the separator token itself, as in GPT-2. """
+    ends = tokens[:, 1:] == separator
+    doc_ids = 1 + ends.cumsum(dim=1) - ends.long()  # a separator belongs to the document that it ends
+    return F.pad(doc_ids, (1, 0))
+
+
+def check_plain_attention(module, query, key, attention_mask, dropout, options):
+    """Refuses what transformers may ask of an attention function beyond causal softmax(scale q k) v. ValueError."""
+    config, layer, T = module.config, type(module).__name__, query.shape[2]
+    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)):
+        raise ValueError(f"{layer} has no RoPE: anchor attention is for models that rotate queries and keys")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others or not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer} is of a model with {sorted(others) or 'attention that is not causal'}: documents "
+                         "would see each other there")
+    asked = {name: options.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias", "indices")}
+    asked |= {"dropout": dropout or None, "attention_mask": attention_mask}
+    window = options.get("sliding_window", getattr(config, "sliding_window", None))
+    if window and window < T:  # else it is switched off, or hides nothing
+        asked["sliding_window"] = window
+    for name, value in asked.items():
+        if value is not None:
+            raise ValueError(f"{layer} asks for attention with {name} = {value}, which anchor attention does not have")
+    if key.shape[2] != T:
+        raise ValueError(f"{layer} got {T} queries and {key.shape[2]} keys: expected whole rows, without a cache")
+
+
+def hugging_face_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, doc_ids=None,
+                           **options):
+    """Anchor attention with the signature of transformers' AttentionInterface; `anchor_attention` puts it
+    there.
+
+    query (B, H, T, D), key and value (B, H_kv, T, D), already rotated -> (B, T, H, D), contiguous, and None
+    for the weights. doc_ids (B, T) int64, or as prepared by `anchor_attention` once for all layers.
+    ValueError: no doc_ids or of another shape, and as check_plain_attention.
+    """
+    if doc_ids is None:
+        raise ValueError(f"{type(module).__name__} got no doc_ids: call model(tokens, doc_ids=doc_ids)")
+    check_plain_attention(module, query, key, attention_mask, dropout, options)
+    attend = doc_ids if isinstance(doc_ids, PreparedAttention) else PreparedAttention(doc_ids, "anchor")
+    return attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def prepare_doc_ids(model, args, kwargs):
+    """Before each forward of a model that anchor_attention was called on: nothing may be ignored without a word."""
+    name, doc_ids = type(model).__name__, kwargs.get("doc_ids")
+    if isinstance(doc_ids, PreparedAttention):  # by the model around this one
+        return args, kwargs
+    anchored = model.config._attn_implementation == "anchor"
+    if doc_ids is not None and not anchored:
+        raise ValueError(f"{name} would ignore doc_ids: its attention is {model.config._attn_implementation!r} now; call "
+                         "anchor_attention(model) again")
+    if doc_ids is None and anchored:
+        raise ValueError(f"{name} got no doc_ids: call model(tokens, doc_ids=doc_ids). For inference, where one "
+                         'document needs only causal attention, call model.set_attn_implementation("sdpa") first')
+    if anchored and kwargs.get("position_ids") is not None:
+        raise ValueError(f"{name} got position_ids: leave them out, in anchor attention they run on over the row")
+    if anchored:
+        kwargs["doc_ids"] = PreparedAttention(doc_ids, "anchor")
+    return args, kwargs
+
+
+def anchor_attention(model):
+    """Gives a causal language model of Hugging Face transformers anchor attention, proves it, and returns the
+    model.
+
+    Then call model(tokens, doc_ids=doc_ids), doc_ids (B, T) int64, best on the CPU, where it is read; padding
+    is a document like any other. transformers does not save this with the model: call it again after
+    from_pretrained.
+    ValueError: a model that cannot be served, which is left as it was; later a call without doc_ids.
+    """
+    from transformers import AttentionInterface  # what it takes beyond torch is imported where it is used
+    AttentionInterface.register("anchor", hugging_face_attention)
+    before = model.config._attn_implementation
+    hook = model.register_forward_pre_hook(prepare_doc_ids, with_kwargs=True)
+    try:
+        model.set_attn_implementation("anchor")
+        prove_anchor_attention(model)
+    except Exception as error:  # a model that is not made for this may fail anywhere, deep inside transformers
+        hook.remove()
+        model.set_attn_implementation(before)
+        raise ValueError(f"{type(model).__name__} cannot be given anchor attention: {error}") from error
+    return model
+
+
+def prove_anchor_attention(model):
+    """Computes on a row of two documents which token's embedding reaches which document's logits. ValueError:
+    not those that should. A gradient is exactly 0 where nothing leads, in any dtype and through layers of any
+    type."""
+    embedded = []
+
+    def start_here(module, args, output):
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+    tokens = torch.arange(1, 8, device=model.device)[None]
+    doc_ids = torch.tensor([[0, 1, 1, 1, 2, 2, 2]])
+    hook = model.get_input_embeddings().register_forward_hook(start_here)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.enable_grad():
+            logits = model.eval()(tokens, doc_ids=doc_ids, use_cache=False).logits[0]  # (T, V)
+        for document in (1, 2):
+            own = doc_ids[0] == document
+            weight = logits[own.to(logits.device)].float().square().sum()
+            gradient, = torch.autograd.grad(weight, embedded[0], retain_graph=True)
+            reached = (gradient[0] != 0).any(dim=-1).cpu()  # (T,)
+            for t, (reaches, should) in enumerate(zip(reached.tolist(), (own | (doc_ids[0] == 0)).tolist())):
+                if reaches != should:
+                    source = f"document {int(doc_ids[0, t])}" if t else "the anchor"
+                    raise ValueError(f"{source} {'reaches' if reaches else 'does not reach'} document {document}: not all "
+                                     "of its layers ask transformers' AttentionInterface for attention")
+    finally:
+        hook.remove()
+        for module, training in modes.items():
+            module.training = training
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. Pictures
+
+
+def draw_mask(visible, doc_ids):
+    """One row's mask as text, a line a query: ██ same document, ▓▓ the anchor, ░░ another document, · hidden.
+
+    visible (T, T) bool, doc_ids (T,) int64 -> str of T lines, two characters a key.
+    """
+    def cell(i, j):
+        if not visible[i, j]:
+            return "· "
+        return "██" if doc_ids[i] == doc_ids[j] else "▓▓" if doc_ids[j] == 0 else "░░"
+    T = len(doc_ids)
+    return "\n".join("".join(cell(i, j) for j in range(T)) for i in range(T))
 
 
 def figure():
