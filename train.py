@@ -10,6 +10,7 @@ Notable: a batch of the data is a pure function of (documents, seed, number) and
 optimizer state and step number are all there is to resume from: on a CPU the resumed run is bit-identical.
 """
 import argparse
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -60,6 +61,17 @@ SETTINGS = {  # what a run is made of, and its checkpoint remembers. flag: (defa
 }
 # What --resume may change: data may move, but its content is compared; a step may be cut otherwise, but has the same rows.
 MAY_CHANGE = ("data", "steps", "eval_interval", "batch_size", "grad_accumulation", "checkpoint_activations")
+
+
+def default_settings(device_type):
+    return {name: default[device_type == "cuda"] for name, default in SETTINGS.items()}
+
+
+def model_config(settings):
+    names = {f.name for f in dataclasses.fields(GPTConfig)}
+    return GPTConfig(vocab_size=VOCAB_SIZE, **{n: v for n, v in settings.items() if n in names})
+
+
 READ_INTERVAL = 10  # steps from one reading of loss and norm to the next: each makes the host wait for a GPU
 
 
