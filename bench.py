@@ -452,8 +452,8 @@ FLOAT64, FLOAT32, BFLOAT16 = torch.float64, torch.float32, torch.bfloat16
 PRECISIONS = {
     "float64": Precision(FLOAT64, FLOAT64, FLOAT64, FLOAT64),
     "float32 throughout": Precision(FLOAT32, FLOAT64, FLOAT32, FLOAT32),
-    "float32 angles": Precision(FLOAT32, FLOAT32, FLOAT32, FLOAT32),
     "bfloat16 in, float32 out (short documents on a CPU)": Precision(BFLOAT16, FLOAT64, FLOAT32, FLOAT32),
+    "float32 angles": Precision(FLOAT32, FLOAT32, FLOAT32, FLOAT32),
     "bfloat16 q and k": Precision(BFLOAT16, FLOAT64, FLOAT32, BFLOAT16),
     "bfloat16 tables, too (the paper)": Precision(BFLOAT16, FLOAT64, BFLOAT16, BFLOAT16),
     "bfloat16 angles, too": Precision(BFLOAT16, BFLOAT16, BFLOAT16, BFLOAT16),
@@ -535,67 +535,61 @@ def model_qk(checkpoint, context_length, data):
     return layers
 
 
+def print_points(title, corner, results, column=1, form="{:.1e}", heading="{:,}"):
+    """Prints {name: [(x, ...), ...]} as a table, a column for each x; column: which of the ... is shown."""
+    heads = [heading.format(point[0]) for point in next(iter(results.values()))]
+    rows = [[name, *(form.format(point[column]) for point in points)] for name, points in results.items()]
+    print_table(title, [corner, *heads], rows)
+
+
 def error_by_position():
     """-> {precision: [(position, error of a logit), ...]}"""
-    positions = [2**i for i in range(18)]
-    results = {name: [(m, logit_error(m, name)) for m in positions] for name in PRECISIONS}
-    shown = (0, 4, 8, 12, 16, 17)
-    print_table("error of a logit of unit vectors (spread 0.125) at a position, root mean square",
-                ["precision", *(f"{positions[i]:,}" for i in shown)],
-                [[name, *(f"{errors[i][1]:.1e}" for i in shown)] for name, errors in results.items()])
+    results = {name: [(2**i, logit_error(2**i, name)) for i in range(18)] for name in PRECISIONS}
+    print_points("error of a logit of unit vectors (spread 0.125) at a position, root mean square", "precision",
+                 {name: points[::4] + points[-1:] for name, points in results.items()})
     return results
 
 
-def change_of_attention(layers, source, T):
-    """-> {precision: [(shift, change of a logit, summed |change| of a query's weights), ...]}, means of the
-    layers."""
-    shifts, results = (1, 16, 256, 4096, 65536), {}
+def change_by_size_of_shift(layers, source, T):
+    """-> {precision: [(shift, change of a logit, |change| of a query's weights), ...]}, means of the layers."""
+    results = {}
     for name in tqdm(PRECISIONS, desc="change by shift", leave=False, disable=None):
         results[name] = []
-        for shift in shifts:
+        for shift in (1, 16, 256, 4096, 65536):
             changes = [change_by_shift(q[:, :T], k[:, :T], shift, name) for q, k in layers]
             logits = math.sqrt(statistics.mean(logit**2 for logit, _, _ in changes))
             weights = statistics.mean(changed.sum().item() for _, changed, _ in changes)
             results[name].append((shift, logits, weights / layers[0][0].shape[0] / T))
-    for column, what in ((1, "change of a logit, root mean square"),
-                         (2, "summed |change| of a query's weights (at most 2)")):
-        print_table(f"{what}, when all positions shift; {T} tokens; {source}",
-                    ["precision", *(f"{s:+,}" for s in shifts)],
-                    [[name, *(f"{row[column]:.1e}" for row in rows)] for name, rows in results.items()])
+    where = f"when all positions shift; {T} tokens; {source}"
+    print_points(f"change of a logit, root mean square, {where}", "precision", results, 1, heading="{:+,}")
+    print_points(f"summed |change| of a query's weights (at most 2), {where}", "precision", results, 2,
+                 heading="{:+,}")
     return results
 
 
-def print_D(first, source, context):
-    lengths = [T for T, _ in next(iter(context.values()))]
-    print_table(f"D, the summed |change| of all attention weights when all positions shift by 16; {source}",
-                [first, *(f"{T:,}" for T in lengths)],
-                [[name, *(f"{D:,.3g}" for _, D in row)] for name, row in context.items()])
+D_TITLE = "D, the summed |change| of all attention weights when all positions shift by 16; "
 
 
 def D_by_context_length(layers, source, context_lengths):
     """-> {precision: [(context length, D), ...]}"""
     results = {}
-    for name in tqdm(PRECISIONS, desc="D by context length", leave=False, disable=None):
-        if name == "float64":
-            continue
+    for name in tqdm(list(PRECISIONS)[1:], desc="D by context length", leave=False, disable=None):
         results[name] = []
         for T in context_lengths:
             changes = [change_by_shift(q[:, :T], k[:, :T], 16, name)[1] for q, k in layers]
             results[name].append((T, sum(changed.sum().item() for changed in changes)))
-    print_D("precision", source, results)
+    print_points(D_TITLE + source, "precision", results, form="{:,.3g}")
     return results
 
 
 def print_shares(what, layers):
-    """The first token's share: layers of (name, |change| a key (T,), weight a key (T,)). -> {name: (share of D a
-    key, share of the weights a key)}"""
+    """layers: [(name, |change| a key (T,), weight a key (T,)), ...] -> {name: (share of D, of the weights)}"""
     rows, results = [], {}
     for name, changed, mass in layers:
-        shares, held = changed / changed.sum(), mass / mass.sum()
-        first, first_held = shares[0].item(), held[0].item()
-        rows.append([name, f"{changed.sum().item():,.1f}", f"{first:.2%}", f"{first_held:.2%}",
-                     f"{2 / (len(changed) + 1):.2%}", f"{first / max(first_held, 1e-12):.2f}"])
-        results[name] = shares.tolist(), held.tolist()
+        share, held = changed / changed.sum(), mass / mass.sum()
+        results[name] = share.tolist(), held.tolist()
+        rows.append([name, f"{changed.sum():,.1f}", f"{share[0]:.2%}", f"{held[0]:.2%}",
+                     f"{2 / (len(share) + 1):.2%}", f"{share[0] / held[0].clamp(min=1e-12):.2f}"])
     print_table(f"the first token's share of D; {what}",
                 ["", "D", "of D", "of the weights", "fair share", "D / weights"], rows)
     return results
@@ -614,12 +608,10 @@ def error_of_first_key(k):
         key = k[:, :1].to(precision.storage).double()
         results[name] = []
         for position in (0, 16, 4096):
-            at = torch.tensor([position])
-            error = rotate(key, at, name) - rotate(key, at, "float64")
-            results[name].append((position, (error.norm() / key.norm()).item()))
-    print_table("relative error of the first token's rotated key: exact at position 0, where the anchor always is",
-                ["precision", "at 0 (anchor)", "at 16", "at 4,096"],
-                [[name, *(f"{error:.1e}" for _, error in row)] for name, row in results.items()])
+            moved = [rotate(key, torch.tensor([position]), how) for how in (name, "float64")]
+            results[name].append((position, ((moved[0] - moved[1]).norm() / key.norm()).item()))
+    print_points("relative error of the first token's rotated key: exact at position 0, where the anchor always is",
+                 "precision", results, heading="at {:,}")
     return results
 
 
@@ -637,7 +629,7 @@ def rope(args):
     shift_length = min(512, longest)
     return {"source": source, "suffix": suffix, "shift_length": shift_length,
             "error": error_by_position(),
-            "shift": change_of_attention(layers, source, shift_length),
+            "shift": change_by_size_of_shift(layers, source, shift_length),
             "context": D_by_context_length(layers, source, args.context_lengths),
             "share": share_by_key(layers, source),
             "first_key": error_of_first_key(layers[0][1])}
@@ -886,7 +878,7 @@ def rope_of_model(args):
         for T in tqdm(args.context_lengths, desc=dtype, leave=False, disable=None):
             layers = model_change_by_shift(model, torch.tensor([[first] + ids[:T - 1]]), 16)
             context[dtype].append((T, sum(changed.sum().item() for changed, _ in layers)))
-    print_D("model in", name, context)
+    print_points(D_TITLE + name, "model in", context, form="{:,.3g}")
     everything = sum(changed for changed, _ in layers), sum(mass for _, mass in layers)
     named = [(f"layer {i}", *layer) for i, layer in enumerate(layers)] + [("all layers", *everything)]
     shares = print_shares(f"{name} in bfloat16; {T:,} tokens", named)
@@ -908,7 +900,9 @@ def new_figure(rows):
         sys.exit("--plot needs matplotlib: pip install matplotlib")
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"figure.dpi": 80, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    from cycler import cycler
+    plt.rcParams.update({"figure.dpi": 80, "font.size": 10, "axes.grid": True, "grid.alpha": 0.3,
+                         "axes.prop_cycle": cycler(color=matplotlib.colormaps["Dark2"].colors)})
     return plt.subplots(rows, 2, figsize=(11, 4 * rows), squeeze=False)
 
 
@@ -925,26 +919,22 @@ def name_lines(axis):
 
 
 def draw_precisions(axis, results, column, **labels):
-    """results: {precision: [(x, ...), ...]}; column: which of the ... is drawn."""
-    import matplotlib
-    for name, row in results.items():
-        i, n = list(results).index(name), len(results)
-        points = np.array(row)
-        axis.loglog(points[:, 0], points[:, column], color=matplotlib.colormaps["plasma"](0.9 * i / n), label=name,
-                    linestyle=("-", "--")[i % 2], marker="o", markersize=3)
+    """Draws {precision: [(x, ...), ...]}; column: which of the ... it is."""
+    for name, points in results.items():
+        x, y = np.array(points)[:, [0, column]].T
+        i = list(PRECISIONS).index(name) if name in PRECISIONS else list(results).index(name)
+        axis.loglog(x, y, marker="o", markersize=4, label=name, color=f"C{i}",
+                    linestyle=("--", "-")[i % 2], linewidth=(1.5, 3)[i % 2])  # some of them coincide
     axis.set_xscale("log", base=2)
     axis.set(**labels)
 
 
 def draw_shares(axis, results):
-    import matplotlib
     for i, (name, (changed, held)) in enumerate(results.items()):
-        colour = matplotlib.colormaps["viridis"](0.9 * i / len(results))
-        # means over ranges of keys that grow
-        edges = np.unique(np.geomspace(1, len(changed) + 1, 60).round().astype(int))
+        edges = np.unique(np.geomspace(1, len(changed) + 1, 60).round().astype(int))  # means over ever more keys
         for shares, dash, what in ((changed, "-", "of D"), (held, ":", "of the weights")):
             means = np.add.reduceat(shares, edges[:-1] - 1) / np.diff(edges)
-            axis.loglog(edges[:-1], means, dash, color=colour, label=f"{name}, share {what}")
+            axis.loglog(edges[:-1], means, dash, color=f"C{i}", label=f"{name}, share {what}")
     axis.set(xlabel="key (1 is the first token)", ylabel="share of a key", title="the paper's case")
     axis.legend(fontsize=7, ncols=2)
 
