@@ -1,9 +1,9 @@
 """The paper's claims, measured on this machine.
 
     python bench.py                       # a quick version of the three claims
-    python bench.py speed                 # AnchorAttention halves the training time: time and memory against full
+    python bench.py speed                 # anchor attention halves the training time: time, memory, the limit
     python bench.py rope                  # bfloat16 breaks RoPE: where exactly, and by how much
-    python bench.py quality               # AnchorAttention trains a better long-context model: what each kind learns
+    python bench.py quality               # anchor attention trains a better long-context model
     python bench.py rope --checkpoint out/checkpoint.pt --plot assets
     python bench.py profile               # what a training step spends its time on
 
@@ -19,7 +19,6 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +35,8 @@ from tqdm import tqdm
 import train
 from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, PreparedAttention, anchor_attention, apply_rope,
                         check_plain_attention, rope_cos_sin, visible_pairs)
-from data import BOS, NO_TARGET, PackedRows, encode, load_documents, recall_batch, split_documents, visible_share
+from data import (BOS, NO_TARGET, PackedRows, encode, load_documents, recall_batch, split_documents,
+                  visible_share)
 
 
 def print_table(title, header, rows):
@@ -55,7 +55,7 @@ def print_table(title, header, rows):
 
 
 def log_normal_doc_ids(context_length, mean_length, seed):
-    """doc_ids (1, T) of documents whose lengths are log-normal (sigma 1) with a mean of mean_length tokens."""
+    """doc_ids (1, T) of documents of log-normal lengths (sigma 1) with a mean of mean_length tokens."""
     lengths = np.random.default_rng(seed).lognormal(math.log(mean_length) - 0.5, size=context_length)
     lengths = np.maximum(1, lengths.round().astype(int))
     lengths = lengths[:np.searchsorted(lengths.cumsum(), context_length - 1) + 1]  # as many as fill the row
@@ -64,7 +64,7 @@ def log_normal_doc_ids(context_length, mean_length, seed):
 
 
 def prepare_flex(doc_ids, attention, device):
-    """PyTorch's FlexAttention, compiled, as the official code has it: for comparison alone."""
+    """PyTorch's FlexAttention, compiled, as the official code has it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     ids, T = doc_ids[0].to(device), doc_ids.shape[1]
 
@@ -76,12 +76,11 @@ def prepare_flex(doc_ids, attention, device):
 
 
 def prepare_varlen(doc_ids, attention, device):
-    """One call of PyTorch's variable-length kernel (CUDA, 16 bit) on a row with its copies of the anchor in it:
-    for comparison alone."""
+    """PyTorch's variable-length kernel (CUDA, 16 bit), on a row with its copies of the anchor in it."""
     from torch.nn.attention.varlen import varlen_attn
     row = doc_ids[0].numpy()
     starts = np.flatnonzero(np.diff(row))[1:] + 1  # of the second document, the third, ...
-    order = np.insert(np.arange(len(row)), starts, 0)  # the row, a copy of the anchor in front of each of them
+    order = np.insert(np.arange(len(row)), starts, 0)  # the row, an anchor in front of each
     ends = np.append(starts + np.arange(len(starts)), len(order))
     kept = torch.from_numpy(np.delete(np.arange(len(order)), ends[:-1])).to(device)  # all but the copies
     order = torch.from_numpy(order).to(device)
@@ -96,8 +95,7 @@ def prepare_varlen(doc_ids, attention, device):
 
 
 class PlainGPT(nn.Module):
-    """The yardstick: a GPT without packing, in the way of nanoGPT (learned positions, LayerNorm, GELU, full
-    attention)."""
+    """The yardstick, a GPT as nanoGPT has it: learned positions, LayerNorm, GELU, full attention."""
 
     def __init__(self, config):
         super().__init__()
@@ -129,7 +127,7 @@ def next_token_loss(logits, targets):
 
 
 class Case(NamedTuple):
-    """A row of a table of speed: attention alone, or a training step of train.py's default model and dtype."""
+    """A row of a table of speed: attention alone, or a training step of train.py's default model."""
     attention: str  # the kind
     limit: str = ""  # whose longest context it keeps to: "full" or "mask"
     needs: str = ""  # what has to be wanted, or there: "flex", "varlen", "compile", or a dtype
@@ -153,7 +151,7 @@ CASES = {
     "anchor by varlen": Case("anchor", needs="varlen", dash="-.", prepare=prepare_varlen),
     "full, forward": Case("full", "full", "flex", "full, forward", ":", backward=False),
     "anchor, forward": Case("anchor", "", "flex", "full, forward", ":", backward=False),
-    "anchor by flex, forward": Case("anchor", "", "flex", "full, forward", "-.", prepare_flex, backward=False),
+    "anchor by flex, forward": Case("anchor", "", "flex", "full, forward", "-.", prepare_flex, False),
 }
 STEPS = {
     "full": Case("full", "full"),
@@ -172,7 +170,7 @@ STEPS = {
 def those_that_run(cases, T, args):
     """The cases that keep to their limit at this length and have what they need."""
     longest = {"": T, "full": args.full_up_to, "mask": args.mask_up_to}
-    there = {"", "flex" if args.flex else "", "compile" if args.compile else ""}
+    there = {"", *(flag for flag in ("flex", "compile") if getattr(args, flag))}
     if args.device != "cpu" and args.dtype == "bfloat16" and torch.__version__ >= (2, 11):
         there.add("varlen")  # before 2.11 it had another signature
     default = train.default_settings(args.device)["dtype"]
@@ -183,8 +181,8 @@ def those_that_run(cases, T, args):
 
 
 def prepare_attention(case, doc_ids, device, dtype):
-    """-> a function that runs attention on fresh inputs, with its backward if the case has one, and returns its
-    seconds. What a model works out once a forward, not once a layer, is outside of what is timed."""
+    """-> a function that runs a case on fresh inputs and returns its seconds. What a model works out once a
+    forward, not once a layer, is outside of what is timed."""
     attend = case.prepare(doc_ids, case.attention, device=device)
 
     def run():
@@ -201,8 +199,7 @@ def prepare_attention(case, doc_ids, device, dtype):
 
 
 def make_step(name, context_length, device):
-    """train.py's default model for this device, or the yardstick of the same width and depth; its optimizer;
-    its dtype."""
+    """-> train.py's default model or the yardstick of its width and depth, its optimizer, its dtype"""
     step, settings = STEPS[name], train.default_settings(device)
     config = replace(train.model_config(settings), attention=step.attention, context_length=context_length,
                      checkpoint_activations=step.checkpointed)
@@ -236,8 +233,7 @@ def now(device):
 
 @cache
 def limit(dtype, device):
-    """The floating-point operations a second of a large torch.mm, the best of three: measured once a run, and
-    printed."""
+    """Floating-point operations a second of a large torch.mm, the best of four: once a run, and printed."""
     for n in (256, 2048):
         matrix = torch.randn(n, n, device=device).to(getattr(torch, dtype))
         seconds = []
@@ -255,14 +251,14 @@ def limit(dtype, device):
 def attention_flops(doc_ids, attention, width, backward=True):
     """The floating-point operations of attention over visible pairs; width: heads x their size (x layers).
 
-    Forward two products, q k and weights v: 4 x pairs x width. Backward five, since the fused kernels compute q k
-    again: 2.5 times that."""
+    Forward two products, q k and weights v: 4 x pairs x width. Backward five, since the fused kernels compute
+    q k again: 2.5 times that."""
     return 4 * int(visible_pairs(doc_ids, attention).sum()) * width * (3.5 if backward else 1)
 
 
 def matrix_flops(model, n_tokens):
-    """The floating-point operations of a training step's linear layers, the output head included: for a token and
-    a weight 2 forward and 4 backward. What checkpointing computes again is not counted, here or above."""
+    """The floating-point operations of a training step's linear layers, the output head included: for a token
+    and a weight 2 forward and 4 backward. What checkpointing computes again is not counted, here or above."""
     return 6 * n_tokens * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
@@ -336,9 +332,12 @@ def summarize(kind, what, source, doc_ids, runs, args):
     for name, (case, _, flops, dtype) in runs.items():
         own, base = median[name], median.get(case.against)
         share = visible_share(doc_ids, case.attention)
-        measured = not args.no_memory and not args.model and case.needs != "compile"  # a compiler's memory is its own
+        # A pretrained model is not loaded again, and a compiler's memory is not the step's.
+        measured = not args.no_memory and not args.model and case.needs != "compile"
         table.append({
-            "kind": kind, "source": source, "context_length": T, "case": name, "visible": share, "seconds": own,
+            "kind": kind, "source": source, "context_length": T, "case": name,
+            "visible": share,
+            "seconds": own,
             "spread": (max(seconds[name]) - min(seconds[name])) / own,
             "times_faster": base and base / own,
             "cost_per_visible_pair": base and own / base / share,
@@ -346,8 +345,8 @@ def summarize(kind, what, source, doc_ids, runs, args):
             "share_of_limit": flops / own / limit(dtype, args.device),
             "peak_mib": peak_memory(kind, name, doc_ids, args.device, dtype) if measured else None})
     print_table(f"{kind}, {what}; {T:,} tokens, {int(doc_ids.max()):,} {source}",
-                ["", "visible", "median ms", "spread", "x full", "cost a visible pair", "tokens/s", "of the limit",
-                 "peak MiB"],
+                ["", "visible", "median ms", "spread", "x full", "cost a visible pair", "tokens/s",
+                 "of the limit", "peak MiB"],
                 [[r["case"], f"{r['visible']:.1%}", f"{1e3 * r['seconds']:,.1f}", f"{r['spread']:.0%}",
                   *(f"{r[x]:.2f}" if r[x] else "-" for x in ("times_faster", "cost_per_visible_pair")),
                   f"{r['tokens_per_second']:,.0f}", f"{r['share_of_limit']:.1%}",
@@ -387,25 +386,27 @@ def speed(args):
 # Profile: where a training step's time goes
 
 GROUPS = {  # an operation belongs to the first group whose pattern is in its name
-    "attention, backward": r"(?i)dot_?product.*attention.*backward",
-    "attention, forward": r"(?i)dot_?product.*attention",
+    "attention, backward": r"(?i)attention.*backward",
+    "attention, forward": r"(?i)attention",
     "matrix products": r"aten::(mm|addmm|bmm|matmul|linear)$",
     "fused by the compiler": r"triton|cpp_fused|CompiledFxGraph",
     "optimizer": r"(?i)optimizer|adam|_foreach_|vector_norm",
     "copies and casts": r"aten::(cat|to|_to_copy|copy_|clone|contiguous|fill_|zero_|zeros|slice_backward)$",
-    "elementwise and norms": r"aten::_?(add|sub|mul|div|neg|pow|sum|mean|silu|gelu|sigmoid|cos|sin|native_layer_norm"
-                             r"|fused_rms_norm|rms_norm|rsqrt|exp|log_softmax|softmax|nll_loss|masked_fill)",
+    "elementwise and norms": r"aten::_?(add|sub|mul|div|neg|pow|sum|mean|rsqrt|cos|sin|silu|gelu|log_softmax"
+                             r"|nll_loss|fused_rms_norm|rms_norm|native_layer_norm|layer_norm)",
     "everything else": "",
 }
 
 
 def time_by_group(events, device):
-    """Events of torch.profiler.profile().key_averages() -> {group: ms of their own, without what they call}."""
+    """The events of a profile, key_averages() -> {group: ms of their own, without what they call}."""
     times = dict.fromkeys(GROUPS, 0.0)
     for event in events:
         group = next(name for name, pattern in GROUPS.items() if re.search(pattern, event.key))
-        own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
-        times[group] += own / 1e3
+        if device == "cpu":
+            times[group] += event.self_cpu_time_total / 1e3
+        elif event.device_type == torch.autograd.DeviceType.CPU:  # a kernel's time is also its operation's
+            times[group] += event.self_device_time_total / 1e3
     return times
 
 
@@ -429,10 +430,11 @@ def profile(args):
                 step = make_step(name, T, args.device)
                 results[f"{T:,} {how}"] = profile_step(step, doc_ids, args.device, args.repeats)
     whole = {column: sum(groups.values()) for column, groups in results.items()}
-    rows = [[group, *(f"{groups[group]:,.1f} ms {groups[group] / whole[column]:>6.1%}"
-                      for column, groups in results.items())] for group in GROUPS]
-    print_table("a training step of anchor attention, train.py's default model and dtype, documents of 600 tokens "
-                "on average", ["", *results], rows + [["whole", *(f"{ms:,.1f} ms 100.0%" for ms in whole.values())]])
+    shares = [[group, *(f"{groups[group]:,.1f} ms {groups[group] / whole[column]:>6.1%}"
+                        for column, groups in results.items())] for group in GROUPS]
+    print_table("a training step of anchor attention, train.py's default model and dtype, documents of 600 "
+                "tokens on average", ["", *results],
+                [*shares, ["whole", *(f"{ms:,.1f} ms 100.0%" for ms in whole.values())]])
     return results
 
 
@@ -441,7 +443,7 @@ def profile(args):
 
 
 class Precision(NamedTuple):
-    """The dtypes of q and k before the rotation, of the angles, of the cos and sin tables, and of the result."""
+    """The dtypes of q and k before their rotation, of the angles, the cos and sin tables, and the result."""
     storage: torch.dtype
     angles: torch.dtype
     tables: torch.dtype
@@ -474,7 +476,7 @@ def rotate(x, positions, precision, theta=10_000.0):
 
 
 def logits_and_weights(q, k, positions, precision):
-    """Causal attention of q and k (H, T, D) at positions (T,), all but the rotation in float64 -> two (H, T, T)."""
+    """Causal attention of q and k (H, T, D) at positions (T,), else in float64 -> two (H, T, T)."""
     q, k = (rotate(x, positions, precision) for x in (q, k))
     logits = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
     hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
@@ -484,8 +486,8 @@ def logits_and_weights(q, k, positions, precision):
 def change_by_shift(q, k, shift, precision):
     """What a shift of all positions changes, where exact arithmetic changes nothing.
 
-    -> (root mean square change of a visible logit, |change of the weights| summed over heads and queries (T,):
-    the paper's D is its sum, entry j the share of key j, weight of each key summed likewise (T,)).
+    -> (root mean square change of a visible logit, |change of the weights| summed over heads and queries
+    (T,): the paper's D is its sum, entry j the share of key j, weight of each key summed likewise (T,)).
     """
     T = q.shape[1]
     logits, weights = logits_and_weights(q, k, torch.arange(T), precision)
@@ -496,8 +498,7 @@ def change_by_shift(q, k, shift, precision):
 
 
 def logit_error(position, precision, distance=100, n=256, head_dim=64):
-    """How far a logit of unit vectors is from exact at a position: the root mean square of n pairs `distance`
-    apart."""
+    """The error of a logit at a position: root mean square of n pairs of unit vectors `distance` apart."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(2, n, 1, head_dim, generator=generator, dtype=torch.float64)
     rounded = F.normalize(vectors, dim=-1).to(PRECISIONS[precision].storage)  # nobody's rotation is to blame
@@ -510,8 +511,7 @@ def logit_error(position, precision, distance=100, n=256, head_dim=64):
 
 
 def model_qk(checkpoint, context_length, data):
-    """q and k before their rotation on one long held-out document -> [(q, k), ...] a layer, each (H, T, D)
-    float64."""
+    """q and k before their rotation on a held-out document -> [(q, k), ...] a layer, (H, T, D) float64."""
     saved = train.load_checkpoint(Path(checkpoint))
     settings = train.default_settings("cpu") | saved["settings"]
     config = replace(train.model_config(settings), attention="full")
@@ -520,8 +520,8 @@ def model_qk(checkpoint, context_length, data):
     _, held_out = split_documents(load_documents(data or None), settings["val_fraction"], seed=0)
     document = max(held_out, key=len)
     if len(document) < context_length:
-        raise ValueError(f"the longest held-out document has {len(document)} bytes, expected {context_length}: "
-                         "lower --context-lengths or name another --data")
+        raise ValueError(f"the longest held-out document has {len(document)} bytes, expected {context_length}"
+                         ": lower --context-lengths or name another --data")
     outputs = []
     for block in model.blocks:
         block.attention.qkv.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -545,13 +545,14 @@ def print_points(title, corner, results, column=1, form="{:.1e}", heading="{:,}"
 def error_by_position():
     """-> {precision: [(position, error of a logit), ...]}"""
     results = {name: [(2**i, logit_error(2**i, name)) for i in range(18)] for name in PRECISIONS}
-    print_points("error of a logit of unit vectors (spread 0.125) at a position, root mean square", "precision",
-                 {name: points[::4] + points[-1:] for name, points in results.items()})
+    some = {name: points[::4] + points[-1:] for name, points in results.items()}
+    print_points("error of a logit of unit vectors (spread 0.125) at a position, root mean square",
+                 "precision", some)
     return results
 
 
 def change_by_size_of_shift(layers, source, T):
-    """-> {precision: [(shift, change of a logit, |change| of a query's weights), ...]}, means of the layers."""
+    """-> {precision: [(shift, change of a logit, of a query's weights), ...]}, the mean of the layers"""
     results = {}
     for name in tqdm(PRECISIONS, desc="change by shift", leave=False, disable=None):
         results[name] = []
@@ -583,7 +584,7 @@ def D_by_context_length(layers, source, context_lengths):
 
 
 def print_shares(what, layers):
-    """layers: [(name, |change| a key (T,), weight a key (T,)), ...] -> {name: (share of D, of the weights)}"""
+    """[(layer, |change| a key (T,), weight a key (T,)), ...] -> {layer: (share of D, of the weights)}"""
     rows, results = [], {}
     for name, changed, mass in layers:
         share, held = changed / changed.sum(), mass / mass.sum()
@@ -610,8 +611,9 @@ def error_of_first_key(k):
         for position in (0, 16, 4096):
             moved = [rotate(key, torch.tensor([position]), how) for how in (name, "float64")]
             results[name].append((position, ((moved[0] - moved[1]).norm() / key.norm()).item()))
-    print_points("relative error of the first token's rotated key: exact at position 0, where the anchor always is",
-                 "precision", results, heading="at {:,}")
+    print_table("relative error of the first token's rotated key: exact at 0, where the anchor always is",
+                ["precision", "at 0 (anchor)", "at 16", "at 4,096"],
+                [[name, *(f"{error:.1e}" for _, error in row)] for name, row in results.items()])
     return results
 
 
@@ -640,8 +642,7 @@ def rope(args):
 
 
 def definitions(documents):
-    """Each function or method of Python files as a document, and what stands before it: short ones, many to a
-    row."""
+    """Each function or method of Python files as a document: short ones, many to a row."""
     return [d for document in documents for d in re.split(rb"\n(?= *(?:async )?def )", document) if d]
 
 
@@ -652,11 +653,11 @@ class Report(NamedTuple):
 
 
 def train_side_by_side(config, batch, steps, seed, report, dtype, learning_rate=1e-3, weights=None):
-    """Trains one model of each attention kind from the same weights on the same batches, a step each in turn, so
-    that a noisy machine is noisy for all of them alike.
+    """Trains one model of each attention kind from the same weights on the same batches, a step each in turn,
+    so that a noisy machine is noisy for all of them alike.
 
-    config: a GPTConfig; batch(step) -> (tokens, doc_ids, targets); report(model) -> a number, before the first
-    step and eight times on the way; weights: a state_dict to start from, else fresh ones from the seed.
+    batch(step) -> (tokens, doc_ids, targets); report(model) -> a number, before the first step and eight
+    times on the way; weights: a state_dict to start from, else fresh ones from the seed.
     -> {attention: ([Report, ...], model)}
     """
     runs = {}
@@ -716,8 +717,8 @@ def language(args, dtype):
         losses.append([attention, f"{visible_share(doc_ids, attention):.1%}", spread(seconds, "{:.0f}"),
                        spread(nats), spread([run["at_equal_time"] for run in runs])])
         positions.append([attention, *(spread(column, "{:.2f}") for column in by_position.T)])
-    print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as documents, "
-                f"{args.seeds} seeds: mean (least-largest), nats a token",
+    print_table(f"language: {args.steps} steps of a row of {T:,} tokens, {len(short):,} functions as "
+                f"documents, {args.seeds} seeds: mean (least-largest), nats a token",
                 ["", "visible", "seconds", "held-out loss", "at equal time"], losses)
     ranges = [f"{first:,}-{last:,}" for first, last, _ in results["full"][0]["by_position"]]
     print_table("the same, by position in whole held-out files that are longer than twice the context",
@@ -726,8 +727,7 @@ def language(args, dtype):
 
 
 def recall_rate(model, length, depth, n_facts, dtype, n_documents=32):
-    """The share of documents of this length whose question the model answers right; a guess is right 1 time in
-    10."""
+    """The share of documents of this length whose question is answered right; guessing has 1 in 10."""
     right = []
     for i in range(0, n_documents, 8):
         tokens, doc_ids, targets = recall_batch(length, 8, n_facts, (7, length, i), depth, packed=False)
@@ -751,7 +751,8 @@ def recall(args, dtype):
         torch.manual_seed(seed)
         base = GPT(replace(config, attention="full"))
         optimizer = train.make_optimizer(base, 0.1)
-        for step in tqdm(range(args.short_steps), desc=f"seed {seed}, {short} tokens", leave=False, disable=None):
+        what = f"seed {seed}, {short} tokens"
+        for step in tqdm(range(args.short_steps), desc=what, leave=False, disable=None):
             batch = recall_batch(short, 32, args.facts, (seed, 0, step), packed=False)
             train.train_step(base, optimizer, [batch], train.learning_rate_at(step, schedule), 1.0, dtype)
         runs = train_side_by_side(config, lambda step: recall_batch(T, 4, args.facts, (seed, 1, step)),
@@ -768,11 +769,13 @@ def recall(args, dtype):
                         *(spread(column, "{:.0%}") for column in histories[:, :, 2].T)])
         after.append([attention, *(spread(column, "{:.0%}") for column in rates.T)])
     known = spread([run["short"] for run in results["full"]], "{:.0%}")
-    print_table(f"recall of a fact among {args.facts} in {T:,} tokens by step on packed rows of {T:,}; all kinds "
-                f"start from one model that had {args.short_steps} steps on {short} tokens and there recalls {known}",
-                ["", "seconds", *(str(report.step) for report in results["full"][0]["history"])], by_step)
-    print_table(f"the same after the last step, by context length ({2 * T:,} was never trained) and depth of the "
-                "fact", ["", *(f"{n:,} at {depth:.0%}" for n in lengths for depth in depths)], after)
+    steps = [str(report.step) for report in results["full"][0]["history"]]
+    print_table(f"recall of a fact among {args.facts} in {T:,} tokens by step on packed rows of {T:,}; all "
+                f"kinds start from one model that had {args.short_steps} steps on {short} tokens and there "
+                f"recalls {known}", ["", "seconds", *steps], by_step)
+    tests = [f"{n:,} at {depth:.0%}" for n in lengths for depth in depths]
+    print_table(f"the same after the last step, by context length ({2 * T:,} was never trained) and depth of "
+                "the fact", ["", *tests], after)
     return results
 
 
@@ -801,7 +804,7 @@ def load_model(folder, dtype=torch.float32):
 
 
 class PretrainedStep(nn.Module):
-    """A pretrained model in the place of ours in train_step: full attention without doc_ids, anchor with them."""
+    """A pretrained model in the place of ours in train_step: full attention, or anchor with doc_ids."""
 
     def __init__(self, model, attention):
         super().__init__()
@@ -835,8 +838,8 @@ def pretrained_runs(steps, doc_ids, args):
 
 def recording_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, record=None,
                         **options):
-    """Full causal attention for transformers' AttentionInterface that appends its weights (H, T, T) to record, from
-    q and k as they are rotated and rounded, all else in float64."""
+    """Full causal attention for transformers' AttentionInterface that appends its weights (H, T, T) to
+    record, from q and k as they are rotated and rounded, all else in float64."""
     check_plain_attention(module, query, key, attention_mask, dropout, options)
     T, group = query.shape[2], query.shape[1] // key.shape[1]
     keys = key[0].double().repeat_interleave(group, dim=0)  # (H, T, D)
@@ -848,9 +851,9 @@ def recording_attention(module, query, key, value, attention_mask, scaling=None,
 
 
 def model_change_by_shift(model, tokens, shift):
-    """A pretrained model's attention weights on tokens (1, T) when all positions shift -> [(|change| summed over
-    heads and queries (T,), weight of each key summed likewise (T,)), ...] a layer. A layer's inputs have changed,
-    too, by then: the change is that of the whole model, as in the paper's Figure 1."""
+    """A pretrained model's attention weights on tokens (1, T) when all positions shift -> [(|change| summed
+    over heads and queries (T,), weight of each key summed likewise (T,)), ...] a layer. A layer's inputs have
+    changed, too, by then: the change is that of the whole model, as in the paper's Figure 1."""
     model.set_attn_implementation("recording")
     before, after = [], []
     for start, record in ((0, before), (shift, after)):
@@ -871,8 +874,8 @@ def rope_of_model(args):
         model.eval()
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) < longest:
-            raise ValueError(f"the text has {len(ids)} tokens, expected {longest}: lower --context-lengths or name "
-                             "another --data")
+            raise ValueError(f"the text has {len(ids)} tokens, expected {longest}: lower --context-lengths "
+                             "or name another --data")
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         context[dtype] = []
         for T in tqdm(args.context_lengths, desc=dtype, leave=False, disable=None):
@@ -882,7 +885,8 @@ def rope_of_model(args):
     everything = sum(changed for changed, _ in layers), sum(mass for _, mass in layers)
     named = [(f"layer {i}", *layer) for i, layer in enumerate(layers)] + [("all layers", *everything)]
     shares = print_shares(f"{name} in bfloat16; {T:,} tokens", named)
-    return {"source": name, "suffix": "_model", "context": context, "share": {"all layers": shares["all layers"]}}
+    share = {"all layers": shares["all layers"]}
+    return {"source": name, "suffix": "_model", "context": context, "share": share}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -890,7 +894,7 @@ def rope_of_model(args):
 
 COLOURS = {"full": "#7f7f7f", "intra_doc": "#1f77b4", "intra_doc_reset": "#ff7f0e", "anchor": "#2ca02c"}
 PLAIN = "black"  # the yardstick's: it is not one of the four kinds
-WIDTHS = {"full": 1.5, "intra_doc": 6, "intra_doc_reset": 3.5, "anchor": 1.5}  # where lines coincide all are seen
+WIDTHS = {"full": 1.2, "intra_doc": 5.5, "intra_doc_reset": 3.3, "anchor": 1.2}  # to see all that meet
 
 
 def new_figure(rows):
@@ -907,15 +911,18 @@ def new_figure(rows):
 
 
 def name_lines(axis):
-    """Writes each line's label to the right of the panel, in the order in which the lines end."""
+    """Writes the lines' labels to the right of the panel, in the order in which the lines end."""
     lines = [line for line in axis.lines if not line.get_label().startswith("_")]
     ends = {line: axis.transData.transform(line.get_xydata()[-1]) for line in lines}  # in pixels
-    height = -math.inf
-    for line in sorted(lines, key=lambda line: ends[line][1]):
-        height = max(ends[line][1], height + 13)
-        axis.annotate(line.get_label(), ends[line], (axis.bbox.x1 + 12, height), "figure pixels", fontsize=8,
-                      color=line.get_color(), verticalalignment="center", annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5})
+    lines.sort(key=lambda line: ends[line][1])
+    heights = [ends[line][1] for line in lines]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + 13)
+    too_high = statistics.mean(height - ends[line][1] for line, height in zip(lines, heights))
+    for line, height in zip(lines, heights):
+        thin = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5}
+        axis.annotate(line.get_label(), ends[line], (axis.bbox.x1 + 12, height - too_high), "figure pixels",
+                      fontsize=8, color=line.get_color(), verticalalignment="center", arrowprops=thin)
 
 
 def draw_precisions(axis, results, column, **labels):
@@ -931,10 +938,11 @@ def draw_precisions(axis, results, column, **labels):
 
 def draw_shares(axis, results):
     for i, (name, (changed, held)) in enumerate(results.items()):
-        edges = np.unique(np.geomspace(1, len(changed) + 1, 60).round().astype(int))  # means over ever more keys
+        grey = str(0.8 * i / len(results))
+        edges = np.unique(np.geomspace(1, len(changed) + 1, 60).round().astype(int))
         for shares, dash, what in ((changed, "-", "of D"), (held, ":", "of the weights")):
-            means = np.add.reduceat(shares, edges[:-1] - 1) / np.diff(edges)
-            axis.loglog(edges[:-1], means, dash, color=f"C{i}", label=f"{name}, share {what}")
+            means = np.add.reduceat(shares, edges[:-1] - 1) / np.diff(edges)  # over ever more keys
+            axis.loglog(edges[:-1], means, dash, color=grey, label=f"{name}, share {what}")
     axis.set(xlabel="key (1 is the first token)", ylabel="share of a key", title="the paper's case")
     axis.legend(fontsize=7, ncols=2)
 
@@ -944,15 +952,16 @@ def plot_rope(results, folder):
     figure, axes = new_figure(1 if whole else 2)
     *above, (context, share) = axes
     for error, shift in above:
-        draw_precisions(error, results["error"], 1, xlabel="position (tokens)", title="unit vectors, 100 tokens apart",
-                        ylabel="error of a logit, RMS (logits: 0.125)")
-        draw_precisions(shift, results["shift"], 2, xlabel="shift of all positions (tokens)",
-                        ylabel="summed |change| of a query's weights", title=f"{results['shift_length']:,} tokens")
-    draw_precisions(context, results["context"], 1, xlabel="context length (tokens)",
-                    ylabel="D, summed |change| of all weights", title="all positions shifted by 16")
+        draw_precisions(error, results["error"], 1, title="unit vectors, 100 tokens apart",
+                        xlabel="position (tokens)", ylabel="error of a logit, RMS (logits: 0.125)")
+        draw_precisions(shift, results["shift"], 2, title=f"{results['shift_length']:,} tokens",
+                        xlabel="shift of all positions (tokens)", ylabel="summed |change|, a query's weights")
+    draw_precisions(context, results["context"], 1, title="all positions shifted by 16",
+                    xlabel="context length (tokens)", ylabel="D, summed |change| of all weights")
     draw_shares(share, results["share"])
     figure.suptitle(results["source"], fontsize=10)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8, frameon=False)
+    lines = axes[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="lower center", ncols=2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.06 if whole else 0.12, 1, 1))
     figure.savefig(folder / f"rope{results['suffix']}.png")
 
@@ -984,11 +993,11 @@ def plot_quality(results, folder):
         for attention, runs in kinds.items():
             for i, run in enumerate(runs):
                 steps, seconds, values = np.array(run["history"]).T
-                style = dict(color=COLOURS[attention], linewidth=WIDTHS[attention], label=None if i else attention)
-                by_step.plot(steps, values, **style)
-                by_time.plot(seconds, values, **style)
+                for axis, x in ((by_step, steps), (by_time, seconds)):
+                    axis.plot(x, values, color=COLOURS[attention], linewidth=WIDTHS[attention],
+                              label=None if i else attention)
         by_step.set(xlabel="step", ylabel=labels[task])
-        by_time.set(xlabel="time of training (s)", ylabel=labels[task])
+        by_time.set(xlabel="time of training (s)")
         if task == "language":  # untrained models are far above what matters
             top = max(run["history"][1][2] for runs in kinds.values() for run in runs)
             for axis in (by_step, by_time):
@@ -1020,9 +1029,9 @@ def make_parser():
                           help="write pictures there (needs matplotlib); without a FOLDER to assets")
     pictured.add_argument("--data", help="a folder, a .txt or a .jsonl; '' is the standard library")
     stepping = argparse.ArgumentParser(add_help=False)
-    stepping.add_argument("--device", default="cuda" if on_cuda else "cpu", choices=("cpu", "cuda"), help="where")
+    stepping.add_argument("--device", default="cuda" if on_cuda else "cpu", choices=("cpu", "cuda"))
     stepping.add_argument("--no-compile", dest="compile", action="store_false",
-                          help="leave out what torch.compile makes of the training step; it needs a C++ compiler")
+                          help="leave the compiled training step out, which needs a C++ compiler")
     parser = argparse.ArgumentParser(
         description="Measures the paper's claims; without a subcommand a quick version of the three.")
     parser.set_defaults(json=None, plot=None)
@@ -1033,18 +1042,19 @@ def make_parser():
                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         return sub.add_argument
     add = part("speed", "time and memory", pictured, stepping)
-    add("--context-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens a row")
-    add("--mean-lengths", type=int, nargs="+", default=[600, 30, 6000], help="tokens a document, unless --data")
+    lengths = dict(type=int, nargs="+", help="tokens a row")
+    add("--context-lengths", default=[1024, 2048, 4096, 8192, 16384], **lengths)
+    add("--mean-lengths", default=[600, 30, 6000], type=int, nargs="+", help="tokens a document")
     add("--repeats", type=int, default=5, help="timed runs of each case")
     add("--dtype", default="bfloat16" if on_cuda else "float32", help="of attention alone")
     add("--model", metavar="FOLDER", help="time the training step of a Hugging Face model instead")
-    add("--full-up-to", type=int, default=131072 if on_cuda else 16384, help="longest context for full attention")
+    add("--full-up-to", type=int, default=131072 if on_cuda else 16384, help="longest context for full")
     add("--mask-up-to", type=int, default=8192, help="longest context for the dense mask")
-    add("--flex", action="store_true", help="FlexAttention, too, forward alone; compiling takes minutes on a CPU")
+    add("--flex", action="store_true", help="FlexAttention, too, forward alone; on a CPU for minutes")
     add("--no-step", dest="step", action="store_false", help="leave the training step out")
     add("--no-memory", action="store_true", help="leave peak memory out")
     add = part("rope", "precision", pictured)
-    add("--context-lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="tokens a row")
+    add("--context-lengths", default=[128, 256, 512, 1024, 2048], **lengths)
     add("--checkpoint", help="a checkpoint of train.py, instead of random q and k")
     add("--model", metavar="FOLDER", help="a Hugging Face causal language model with RoPE, the whole of it")
     add = part("quality", "what each kind learns", pictured)
@@ -1057,7 +1067,7 @@ def make_parser():
     add("--recall-steps", type=int, default=40, help="of that; 0 leaves the recall task out")
     add("--facts", type=int, default=1, help="facts a recall document; 1 is the passkey task")
     add = part("profile", "where a training step's time goes", stepping)
-    add("--context-lengths", type=int, nargs="+", default=[1024, 8192], help="tokens a row")
+    add("--context-lengths", default=[1024, 8192], **lengths)
     add("--repeats", type=int, default=3, help="profiled steps")
     return parser
 

@@ -1377,7 +1377,7 @@ def test_bench_counts_the_matrix_products_that_pytorch_counts(name):
         model(tokens, doc_ids, tokens)
     with FlopCounterMode(display=False) as counter:
         model(tokens, doc_ids, tokens)[1].backward()
-    once, counted = (sum(n for op, n in c.get_flop_counts()["Global"].items() if "mm" in str(op)) for c in (forward, counter))
+    once, counted = forward.get_total_flops(), counter.get_total_flops()  # a CPU's attention is not in them
     assert bench.matrix_flops(model, 33) == 3 * once
     if "checkpointed" in name:  # what is computed again is no part of what has to be
         assert counted > 3 * once
@@ -1386,7 +1386,7 @@ def test_bench_counts_the_matrix_products_that_pytorch_counts(name):
 
 
 def test_bench_counts_the_attention_that_pytorch_counts():
-    """In full attention, spelled out: PyTorch counts the hidden pairs, too. Fused backwards take 2.5 times as much."""
+    """In full attention, spelled out: PyTorch counts the hidden pairs, too. Fused backwards have 5 products for 2."""
     doc_ids = torch.tensor([[0] + [1] * 63])
     q, k, v = torch.randn(3, 1, 3, 64, 8)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -1413,7 +1413,8 @@ def test_bench_profile_puts_every_operation_into_one_group():
     model, tokens = tiny_model(dtype=torch.float32), torch.randint(13, (1, 16))
     optimizer = train.make_optimizer(model, 0.1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        train.train_step(model, optimizer, [(tokens, bench.log_normal_doc_ids(16, 5, 0), tokens)], 1e-3, 1.0, "bfloat16")
+        batch = (tokens, bench.log_normal_doc_ids(16, 5, 0), tokens)
+        train.train_step(model, optimizer, [batch], 1e-3, 1.0, "bfloat16")
     events = profiler.key_averages()
     own = {event.key: event.self_cpu_time_total / 1e3 for event in events}
     times = bench.time_by_group(events, "cpu")
@@ -1431,10 +1432,11 @@ def test_bench_profile_puts_every_operation_into_one_group():
 
 
 def test_bench_profile_table_sums_to_the_whole(tmp_path, capsys):
-    bench.main(["profile", "--context-lengths", "33", "65", "--repeats", "1", "--no-compile", "--device", "cpu", "--json",
-                str(tmp_path / "x.json")])
+    bench.main(["profile", "--context-lengths", "33", "65", "--repeats", "1", "--no-compile", "--device", "cpu",
+                "--json", str(tmp_path / "x.json")])
     columns = json.loads((tmp_path / "x.json").read_text())["profile"]
-    assert list(columns) == ["33 eager", "65 eager"] and all(list(groups) == list(bench.GROUPS) for groups in columns.values())
+    assert list(columns) == ["33 eager", "65 eager"]
+    assert all(list(groups) == list(bench.GROUPS) for groups in columns.values())
     whole = re.search(r"whole +([\d.,]+) ms", capsys.readouterr().out)[1].replace(",", "")
     assert float(whole) == pytest.approx(sum(columns["33 eager"].values()), abs=0.1)
 
