@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import anchor_gpt
 import bench
@@ -1634,13 +1637,25 @@ def test_bench_document_lengths_have_the_mean_they_name():
         assert 2**20 / n_documents == pytest.approx(mean_length, rel=0.1)
 
 
-def test_bench_speed_table_counts_pairs_and_takes_ratios_in_one_run(tmp_path, capsys):
-    bench.main(["speed", "--context-lengths", "65", "--mean-lengths", "8", "--repeats", "2", "--no-memory", "--device", "cpu",
-                "--dtype", "float32", "--json", str(tmp_path / "x.json")])
-    rows = json.loads((tmp_path / "x.json").read_text())["speed"]
+def speed_rows(tmp_path, *flags):
+    bench.main(["speed", "--context-lengths", "65", "--mean-lengths", "8", "--no-memory", "--device", "cpu",
+                "--json", str(tmp_path / "x.json"), *flags])
+    return json.loads((tmp_path / "x.json").read_text())["speed"]
+
+
+DTYPE = train.default_settings("cpu")["dtype"]
+OTHER_DTYPE = "anchor, float32" if DTYPE == "bfloat16" else "anchor, bfloat16"
+
+
+def test_bench_speed_table_counts_pairs_and_takes_ratios_in_one_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the real one takes minutes
+    limits = {"float32": 3e9, "bfloat16": 2e9}
+    monkeypatch.setattr(bench, "limit", lambda dtype, device: limits[dtype])
+    rows = speed_rows(tmp_path, "--repeats", "2", "--dtype", "float32")
     doc_ids = bench.log_normal_doc_ids(65, 8, 0)
-    assert [r["case"] for r in rows] == [*bench.CASES][:4] + [*bench.STEPS] == [
-        "full", "intra_doc", "anchor", "anchor by mask", "full", "intra_doc", "anchor", "anchor, checkpointed", "plain GPT"]
+    assert [r["case"] for r in rows] == [
+        "full", "intra_doc", "anchor", "anchor by mask", "full", "intra_doc", "anchor", "anchor, checkpointed",
+        OTHER_DTYPE, "plain GPT", "full, compiled", "anchor, compiled", "plain GPT, compiled"]
     full = {r["kind"]: r["seconds"] for r in rows if r["case"] == "full"}
     for r in rows:
         kind = "full" if "plain" in r["case"] else r["case"].split(" ")[0].strip(",")
@@ -1649,6 +1664,13 @@ def test_bench_speed_table_counts_pairs_and_takes_ratios_in_one_run(tmp_path, ca
         assert r["times_faster"] == pytest.approx(full[r["kind"]] / r["seconds"])
         assert r["cost_per_visible_pair"] == pytest.approx(r["seconds"] / full[r["kind"]] / r["visible"])
         assert r["tokens_per_second"] == pytest.approx(65 / r["seconds"])
+        if r["kind"] == "attention":
+            flops, dtype = 3.5 * 4 * pairs * 6 * 64, "float32"
+        else:  # 4 layers of 4 heads of 64: qkv and proj, two or three matrices of the MLP; the head
+            layer = 4 * 256**2 + (8 * 256**2 if "plain" in r["case"] else 3 * 256 * 688)
+            flops = 6 * 65 * (4 * layer + 258 * 256) + 3.5 * 4 * pairs * 4 * 256
+            dtype = r["case"].split(" ")[1] if r["case"] == OTHER_DTYPE else DTYPE
+        assert r["share_of_limit"] == pytest.approx(flops / r["seconds"] / limits[dtype])
     assert "tokens/s" in capsys.readouterr().out
 
 
@@ -1663,15 +1685,97 @@ def test_bench_varlen_row_is_anchor_attention(context_length, mean_length, seed)
     doc_ids = bench.log_normal_doc_ids(context_length, mean_length, seed)
     q, k, v = torch.randn(3, 1, 2, context_length, 4, generator=torch.Generator().manual_seed(0))
     with mock.patch.dict(sys.modules, {"torch.nn.attention.varlen": mock.Mock(varlen_attn=kernel)}):
-        assert_close(bench.prepare_varlen(doc_ids, "cpu")(q, k, v), attend_by_mask(q, k, v, doc_ids, "anchor"), 1e-5)
+        assert_close(bench.prepare_varlen(doc_ids, "anchor", "cpu")(q, k, v), attend_by_mask(q, k, v, doc_ids, "anchor"), 1e-5)
 
 
-def test_bench_speed_leaves_out_what_is_too_long(tmp_path, capsys):
-    bench.main(["speed", "--context-lengths", "65", "--mean-lengths", "8", "--repeats", "1", "--no-memory", "--device", "cpu",
-                "--full-up-to", "64", "--mask-up-to", "64", "--json", str(tmp_path / "x.json")])
-    rows = json.loads((tmp_path / "x.json").read_text())["speed"]
-    assert [r["case"] for r in rows] == ["intra_doc", "anchor", "intra_doc", "anchor", "anchor, checkpointed"]
+@pytest.mark.parametrize("slow", [False, True])
+def test_bench_speed_leaves_out_what_is_too_long_or_too_slow_or_not_wanted(tmp_path, monkeypatch, slow):
+    limits = {DTYPE: 1e12, OTHER_DTYPE.split(" ")[1]: 1e10 if slow else 1e11}
+    monkeypatch.setattr(bench, "limit", lambda dtype, device: limits[dtype])
+    rows = speed_rows(tmp_path, "--repeats", "1", "--full-up-to", "64", "--mask-up-to", "64", "--no-compile")
+    assert [r["case"] for r in rows] == ["intra_doc", "anchor", "intra_doc", "anchor", "anchor, checkpointed",
+                                         *([] if slow else [OTHER_DTYPE])]
     assert all(r["times_faster"] is r["cost_per_visible_pair"] is None for r in rows)
+
+
+def test_bench_step_in_the_other_dtype_is_in_that_dtype(monkeypatch):
+    dtypes = []
+    monkeypatch.setattr(train, "train_step", lambda *args: dtypes.append(args[-1]))
+    for name in ("anchor", "anchor, float32", "anchor, bfloat16"):
+        bench.step_run(bench.make_step(name, 16, "cpu"), bench.log_normal_doc_ids(16, 8, 0), "cpu")
+    assert dtypes == [DTYPE, "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", ["anchor", "plain GPT", "anchor, checkpointed"])
+def test_bench_counts_the_matrix_products_that_pytorch_counts(name):
+    model = bench.make_step(name, 33, "cpu")[0]
+    tokens, doc_ids = torch.randint(256, (1, 33)), bench.log_normal_doc_ids(33, 8, 0)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(tokens, doc_ids, tokens)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, doc_ids, tokens)[1].backward()
+    once, counted = forward.get_total_flops(), counter.get_total_flops()  # a CPU's attention is not in them
+    assert bench.matrix_flops(model, 33) == 3 * once
+    if "checkpointed" in name:  # what is computed again is no part of what has to be
+        assert counted > 3 * once
+    else:
+        assert counted == 3 * once
+
+
+def test_bench_counts_the_attention_that_pytorch_counts():
+    """In full attention, spelled out: PyTorch counts the hidden pairs, too. Fused backwards have 5 products for 2."""
+    doc_ids = torch.tensor([[0] + [1] * 63])
+    q, k, v = torch.randn(3, 1, 3, 64, 8)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    forward = counter.get_total_flops() * (64 * 65 / 2) / 64**2
+    assert bench.attention_flops(doc_ids, "full", 3 * 8, backward=False) == forward > 0
+    assert bench.attention_flops(doc_ids, "full", 3 * 8) == 3.5 * forward
+
+
+def test_bench_limit_is_of_a_large_product_unless_that_takes_minutes(monkeypatch, capsys):
+    sizes = []
+    for slow in (False, True):
+        clock = iter([0.0, 1.0 if slow else 1e-3] * 8)
+        monkeypatch.setattr(bench, "now", lambda device: next(clock))
+        monkeypatch.setattr(torch, "mm", lambda a, b: sizes.append((a.shape[0], a.dtype)))
+        n = 256 if slow else 2048
+        assert bench.limit.__wrapped__("bfloat16", "cpu") == 2 * n**3 / (1.0 if slow else 1e-3)
+        assert set(sizes) == {(256, torch.bfloat16)} | {(n, torch.bfloat16)}
+        sizes.clear()
+    assert "2,048 x 2,048 in bfloat16" in capsys.readouterr().out
+
+
+def test_bench_profile_puts_every_operation_into_one_group():
+    model, tokens = tiny_model(dtype=torch.float32), torch.randint(13, (1, 16))
+    optimizer = train.make_optimizer(model, 0.1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        batch = (tokens, bench.log_normal_doc_ids(16, 5, 0), tokens)
+        train.train_step(model, optimizer, [batch], 1e-3, 1.0, "bfloat16")
+    events = profiler.key_averages()
+    own = {event.key: event.self_cpu_time_total / 1e3 for event in events}
+    times = bench.time_by_group(events, "cpu")
+    assert list(times) == list(bench.GROUPS) and sum(times.values()) == pytest.approx(sum(own.values()))
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for group, operation in (("attention, forward", kernel), ("attention, backward", kernel + "_backward"),
+                             ("matrix products", "aten::mm"), ("optimizer", "aten::_fused_adamw_"),
+                             ("optimizer", "aten::linalg_vector_norm"), ("copies and casts", "aten::cat"),
+                             ("copies and casts", "aten::copy_"), ("elementwise and norms", "aten::silu_backward"),
+                             ("elementwise and norms", "aten::mul"), ("everything else", "aten::view")):
+        alone = bench.time_by_group([event for event in events if event.key == operation], "cpu")
+        assert own[operation] > 0 and alone[group] == sum(alone.values()) == own[operation]
+    fused = mock.Mock(key="## Call CompiledFxGraph f7ed ##", self_cpu_time_total=2e3)
+    assert bench.time_by_group([fused], "cpu")["fused by the compiler"] == 2.0
+
+
+def test_bench_profile_table_sums_to_the_whole(tmp_path, capsys):
+    bench.main(["profile", "--context-lengths", "33", "65", "--repeats", "1", "--no-compile", "--device", "cpu",
+                "--json", str(tmp_path / "x.json")])
+    columns = json.loads((tmp_path / "x.json").read_text())["profile"]
+    assert list(columns) == ["33 eager", "65 eager"]
+    assert all(list(groups) == list(bench.GROUPS) for groups in columns.values())
+    whole = re.search(r"whole +([\d.,]+) ms", capsys.readouterr().out)[1].replace(",", "")
+    assert float(whole) == pytest.approx(sum(columns["33 eager"].values()), abs=0.1)
 
 
 def test_bench_yardstick_is_a_causal_model_of_our_size():
@@ -1709,8 +1813,33 @@ def test_bench_change_by_shift_is_the_papers_difference():
     assert 1e-4 < logits < 1e-1
 
 
+def test_bench_rotation_kept_in_float32_is_float32s_whatever_q_and_k_were_rounded_to():
+    q, k = torch.randn(2, 3, 64, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    names = ("float32 throughout", "bfloat16 in, float32 out (short documents on a CPU)", "bfloat16 q and k")
+    ours, kept, rounded = (bench.change_by_shift(q, k, 16, name)[1].sum().item() for name in names)
+    assert 0.5 < kept / ours < 2 and rounded > 1000 * kept
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+def test_bench_q_and_k_of_a_checkpoint_are_those_that_the_model_rotates(tmp_path, monkeypatch, n_kv_head):
+    sizes = dict(context_length=32, n_layer=2, n_head=4, n_kv_head=n_kv_head, n_embd=32, n_hidden=8)
+    model = tiny_model(vocab_size=258, dtype=torch.float32, **sizes)
+    torch.save({"model": model.state_dict(), "optimizer": {}, "step": 0, "corpus": {},
+                "settings": sizes | {"val_fraction": 0.5}}, tmp_path / "checkpoint.pt")
+    lines = [json.dumps({"text": text * 30}) for text in ("abc", "xyz")]  # one of them is held out
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    rotated = []
+    monkeypatch.setattr(anchor_gpt, "apply_rope", lambda x, *rest: rotated.append(x) or apply_rope(x, *rest))
+    layers = bench.model_qk(tmp_path / "checkpoint.pt", 32, tmp_path / "text.jsonl")
+    assert len(layers) == len(rotated) == 2
+    for (q, k), x in zip(layers, rotated):
+        assert q.shape == k.shape == (4, 32, 8) and torch.equal(q, x[0, :4].double())
+        for head in range(4):
+            assert torch.equal(k[head], x[0, 4 + head * n_kv_head // 4].double())
+
+
 def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
-    config = dict(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
+    config = GPTConfig(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
     one_document = PackedRows([b"abcdefgh" * 4], 16, 0)
     runs = bench.train_side_by_side(config, lambda step: one_document.shuffled_batch(step, 1), 8, 0, lambda model: model.norm.weight.sum()
                                     .item(), "float32")
@@ -1722,8 +1851,8 @@ def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
 
 
 def test_bench_kinds_continue_from_the_weights_they_are_given():
-    config = dict(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
-    base, rows = GPT(GPTConfig(**config)), PackedRows([b"abcdefgh" * 4], 16, 0)
+    config = GPTConfig(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
+    base, rows = GPT(config), PackedRows([b"abcdefgh" * 4], 16, 0)
     runs = bench.train_side_by_side(config, lambda step: rows.shuffled_batch(step, 1), 8, 0, lambda model: model.embedding.weight.sum()
                                     .item(), "float32", weights=base.state_dict())
     assert all(history[0] == (0, 0.0, base.embedding.weight.sum().item()) for history, _ in runs.values())
@@ -2101,7 +2230,6 @@ def test_home_bench_records_the_weights_that_the_model_has(tmp_path):
     model.set_attn_implementation("eager")
     eager = model(tokens, output_attentions=True).attentions
     shifted = model(tokens, output_attentions=True, position_ids=torch.arange(20)[None] + 1000).attentions
-    model.set_attn_implementation("recording")
     layers = bench.model_change_by_shift(model, tokens, 1000)
     for (changed, mass), before, after in zip(layers, eager, shifted, strict=True):
         assert_close(mass, before[0].sum(dim=(0, 1)), 1e-4)
@@ -2115,7 +2243,14 @@ def test_home_bench_runs_on_a_pretrained_model(tmp_path, capsys):
     assert all(1000 * low < high for (_, low), (_, high) in zip(context["float32"], context["bfloat16"]))
     bench.main(["speed", "--model", folder, "--context-lengths", "64", "--mean-lengths", "8", "--repeats", "1", "--device", "cpu",
                 "--json", str(tmp_path / "x.json")])
-    assert [r["case"] for r in json.loads((tmp_path / "x.json").read_text())["speed"]] == ["full", "anchor"]
+    rows = json.loads((tmp_path / "x.json").read_text())["speed"]
+    assert [r["case"] for r in rows] == ["full", "anchor"]
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 258 * 32  # q and o, k and v, the MLP; the head
+    doc_ids = bench.log_normal_doc_ids(64, 8, 0)
+    for row in rows:
+        pairs = expected_mask(doc_ids, row["case"]).sum().item()
+        flops = 6 * 64 * weights + 3.5 * 4 * pairs * 2 * 32
+        assert row["share_of_limit"] == pytest.approx(flops / row["seconds"] / bench.limit(DTYPE, "cpu"))
     assert "all layers" in capsys.readouterr().out
 
 
