@@ -167,27 +167,22 @@ STEPS = {
 }
 
 
-def those_that_run(cases, T, args):
-    """The cases that keep to their limit at this length and have what they need."""
-    longest = {"": T, "full": args.full_up_to, "mask": args.mask_up_to}
-    there = {"", *(flag for flag in ("flex", "compile") if getattr(args, flag))}
-    if args.device != "cpu" and args.dtype == "bfloat16" and torch.__version__ >= (2, 11):
-        there.add("varlen")  # before 2.11 it had another signature
-    default = train.default_settings(args.device)["dtype"]
-    other = "float32" if default == "bfloat16" else "bfloat16"
-    if limit(other, args.device) > 0.05 * limit(default, args.device):
-        there.add(other)  # without instructions for it, a step in bfloat16 takes minutes
-    return {name: case for name, case in cases.items() if T <= longest[case.limit] and case.needs in there}
+class Run(NamedTuple):
+    """A row of a table of speed, ready to be timed."""
+    case: Case
+    run: Callable  # -> seconds
+    flops: float
+    dtype: str
 
 
-def prepare_attention(case, doc_ids, device, dtype):
-    """-> a function that runs a case on fresh inputs and returns its seconds. What a model works out once a
-    forward, not once a layer, is outside of what is timed."""
+def attention_run(name, doc_ids, device, dtype):
+    """Attention on fresh inputs. What a model works out once a forward, not once a layer, is not timed."""
+    case = CASES[name]
     attend = case.prepare(doc_ids, case.attention, device=device)
 
     def run():
-        shape = (1, doc_ids.shape[1], *HEADS)
-        q, k, v, g = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
+        shape, kind = (1, doc_ids.shape[1], *HEADS), dict(device=device, dtype=getattr(torch, dtype))
+        q, k, v, g = (torch.randn(shape, **kind).transpose(1, 2) for _ in range(4))
         for x in (q, k, v):
             x.requires_grad_(case.backward)
         began = now(device)
@@ -195,7 +190,7 @@ def prepare_attention(case, doc_ids, device, dtype):
         if case.backward:
             torch.autograd.grad(y, (q, k, v), g)
         return now(device) - began
-    return run
+    return Run(case, run, attention_flops(doc_ids, case.attention, math.prod(HEADS), case.backward), dtype)
 
 
 def make_step(name, context_length, device):
@@ -219,6 +214,23 @@ def step_run(step, doc_ids, device):
     began = now(device)
     train.train_step(model, optimizer, [batch], 1e-4, 1.0, dtype)
     return now(device) - began
+
+
+def timed_step(case, step, doc_ids, device, width):
+    """A training step of a model whose attention has a width (head size x heads x layers) as a Run."""
+    model, _, dtype = step
+    flops = matrix_flops(model, doc_ids.numel()) + attention_flops(doc_ids, case.attention, width)
+    return Run(case, partial(step_run, step, doc_ids, device), flops, dtype)
+
+
+def training_run(name, doc_ids, device, dtype=None):
+    """A training step of train.py's default model or the yardstick, in its own dtype."""
+    step = make_step(name, doc_ids.shape[1], device)
+    config = step[0].config
+    return timed_step(STEPS[name], step, doc_ids, device, config.n_embd * config.n_layer)
+
+
+KINDS = {"attention": (CASES, attention_run), "training step": (STEPS, training_run)}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -273,10 +285,8 @@ def take_turns(runs, repeats, what):
 
 def peak_of_this_process(kind, name, doc_ids, device, dtype):
     before = torch.cuda.memory_allocated()  # by what was timed; 0 without CUDA
-    if kind == "attention":
-        run = prepare_attention(CASES[name], doc_ids, device, dtype)
-    else:
-        run = partial(step_run, make_step(name, doc_ids.shape[1], device), doc_ids, device)
+    _, make = KINDS[kind]
+    run = make(name, doc_ids, device, dtype).run
     run()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -294,33 +304,6 @@ def peak_memory(*case):
         return peak_of_this_process(*case)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(peak_of_this_process, *case).result()
-
-
-class Run(NamedTuple):
-    """A row of a table of speed, ready to be timed."""
-    case: Case
-    run: Callable  # -> seconds
-    flops: float
-    dtype: str
-
-
-def attention_runs(doc_ids, args):
-    runs = {}
-    for name, case in those_that_run(CASES, doc_ids.shape[1], args).items():
-        run = prepare_attention(case, doc_ids, args.device, getattr(torch, args.dtype))
-        flops = attention_flops(doc_ids, case.attention, math.prod(HEADS), case.backward)
-        runs[name] = Run(case, run, flops, args.dtype)
-    return runs
-
-
-def step_runs(doc_ids, args):
-    runs = {}
-    for name, case in those_that_run(STEPS, doc_ids.shape[1], args).items():
-        step = model, _, dtype = make_step(name, doc_ids.shape[1], args.device)
-        width = model.config.n_layer * model.config.n_embd
-        flops = matrix_flops(model, doc_ids.numel()) + attention_flops(doc_ids, case.attention, width)
-        runs[name] = Run(case, partial(step_run, step, doc_ids, args.device), flops, dtype)
-    return runs
 
 
 def summarize(kind, what, source, doc_ids, runs, args):
@@ -354,6 +337,19 @@ def summarize(kind, what, source, doc_ids, runs, args):
     return table
 
 
+def those_that_run(cases, T, args):
+    """The names of the cases that keep to their limit at this length and have what they need."""
+    longest = {"": T, "full": args.full_up_to, "mask": args.mask_up_to}
+    there = {"", *(flag for flag in ("flex", "compile") if getattr(args, flag))}
+    if args.device != "cpu" and args.dtype == "bfloat16" and torch.__version__ >= (2, 11):
+        there.add("varlen")  # before 2.11 it had another signature
+    default = train.default_settings(args.device)["dtype"]
+    other = "float32" if default == "bfloat16" else "bfloat16"
+    if limit(other, args.device) > 0.05 * limit(default, args.device):
+        there.add(other)  # without instructions for it, a step in bfloat16 takes minutes
+    return [name for name, case in cases.items() if T <= longest[case.limit] and case.needs in there]
+
+
 def row_of_documents(context_length, mean_length, data):
     """-> (what the documents are, doc_ids (1, T)): of a corpus (data: a path) or of log-normal lengths."""
     if data is None:
@@ -371,14 +367,17 @@ def speed(args):
             source, doc_ids = row_of_documents(T, mean_length, args.data)
             torch.compiler.reset()  # else, after a few lengths, nothing would be compiled any more
             if pretrained:
-                runs = pretrained_runs(pretrained, doc_ids, args)
+                runs = pretrained_runs(pretrained, doc_ids, args.device)
                 results += summarize("training step", Path(args.model).name, source, doc_ids, runs, args)
                 continue
-            what = f"{HEADS[0]} heads of {HEADS[1]}, {args.dtype}, forward + backward"
-            results += summarize("attention", what, source, doc_ids, attention_runs(doc_ids, args), args)
-            if args.step:
-                what = "train.py's default model and dtype"
-                results += summarize("training step", what, source, doc_ids, step_runs(doc_ids, args), args)
+            for kind, (cases, make) in KINDS.items():
+                if kind == "training step" and not args.step:
+                    continue
+                names = those_that_run(cases, T, args)
+                runs = {name: make(name, doc_ids, args.device, args.dtype) for name in names}
+                what = {"attention": f"{HEADS[0]} heads of {HEADS[1]}, {args.dtype}, forward + backward",
+                        "training step": "train.py's default model and dtype"}[kind]
+                results += summarize(kind, what, source, doc_ids, runs, args)
     return results
 
 
@@ -825,15 +824,11 @@ def pretrained_steps(args):
     return {kind: (PretrainedStep(model, kind), optimizer, settings["dtype"]) for kind in ("full", "anchor")}
 
 
-def pretrained_runs(steps, doc_ids, args):
-    runs = {}
-    for kind, step in steps.items():
-        config, dtype = step[0].model.config, step[2]
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = config.num_hidden_layers * config.num_attention_heads * head_dim
-        flops = matrix_flops(step[0], doc_ids.numel()) + attention_flops(doc_ids, kind, width)
-        runs[kind] = Run(STEPS[kind], partial(step_run, step, doc_ids, args.device), flops, dtype)
-    return runs
+def pretrained_runs(steps, doc_ids, device):
+    config = steps["full"][0].model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_dim * config.num_attention_heads * config.num_hidden_layers
+    return {kind: timed_step(STEPS[kind], step, doc_ids, device, width) for kind, step in steps.items()}
 
 
 def recording_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, record=None,

@@ -1791,7 +1791,7 @@ def test_bench_yardstick_is_a_causal_model_of_our_size():
 
 def test_bench_peak_memory_is_the_cases_own():
     doc_ids = bench.log_normal_doc_ids(4096, 100, 0)
-    by_document, by_mask = (bench.peak_memory("attention", case, doc_ids, "cpu", torch.float32)
+    by_document, by_mask = (bench.peak_memory("attention", case, doc_ids, "cpu", "float32")
                             for case in ("anchor", "anchor by mask"))
     assert by_mask - by_document > 4096**2 / 2**20  # the mask alone has a byte a pair
 
