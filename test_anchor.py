@@ -11,6 +11,7 @@ import codecs
 import dataclasses
 import gzip
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -21,8 +22,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -258,6 +261,11 @@ def test_rotation_keeps_the_dtype_and_computes_in_the_larger_one():
     assert torch.equal(apply_rope(x, cos, sin), apply_rope(x.float(), cos, sin).bfloat16())
     assert torch.equal(apply_rope(x, cos, sin, torch.float32), apply_rope(x.float(), cos, sin))
     assert cos.shape == (1, 1, 9, 32) and cos.dtype == torch.float32
+
+
+def test_rotation_errors_odd_head_size_in_the_tables():
+    with pytest.raises(ValueError, match="head_dim is 5, expected an even"):
+        rope_cos_sin(torch.arange(3)[None], 5)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -678,6 +686,56 @@ def test_equivalence_needs_nothing_of_size_t_times_t(attention, n_kv_head):
     assert 0 < largest.numel <= 3 * q.numel()  # q, k and v in one, where T x T would be 128 * q.numel()
 
 
+@pytest.mark.parametrize("call", [
+    lambda a: attention_mask(torch.tensor([[0, 1]]), a), lambda a: position_ids(torch.tensor([[0, 1]]), a),
+    lambda a: visible_pairs(torch.tensor([[0, 1]]), a), lambda a: GPTConfig(attention=a),
+    lambda a: our_attend_by_document(*random_qkv(torch.tensor([[0, 1]]), 0), torch.tensor([[0, 1]]), a)])
+def test_equivalence_errors_unknown_attention_lists_the_four(call):
+    with pytest.raises(ValueError, match="'anker'.*full, intra_doc, intra_doc_reset, anchor"):
+        call("anker")
+
+
+@pytest.mark.parametrize("call", [
+    lambda d: attention_mask(d, "window"), lambda d: position_ids(d, "window"), lambda d: visible_pairs(d, "window"),
+    lambda d: our_attend_by_document(*random_qkv(d, 0), d, "window"),
+    lambda d: attend_by_mask(*random_qkv(d, 0), d, "window")])
+def test_equivalence_errors_a_kind_that_is_named_but_not_served_falls_through_nowhere(call, monkeypatch):
+    monkeypatch.setattr(anchor_gpt, "ATTENTIONS", (*ATTENTIONS, "window"))
+    with pytest.raises(ValueError, match="'window'.*a kind of your own has to be served here, too"):
+        call(torch.tensor([[0, 1, 2]]))
+
+
+@both_ways
+@pytest.mark.parametrize("n_rows, n_tokens", [(2, 3), (1, 4)])
+def test_equivalence_errors_q_of_other_rows_than_doc_ids(attend, n_rows, n_tokens):
+    q = torch.zeros(n_rows, 1, n_tokens, 4)
+    with pytest.raises(ValueError, match=rf"doc_ids is \(1, 3\), but q has {n_rows} rows of {n_tokens} tokens"):
+        (our_attend_by_document if attend is attend_by_document else attend)(q, q, q, torch.tensor([[0, 1, 1]]), "anchor")
+
+
+@pytest.mark.parametrize("doc_ids, says", [
+    (torch.tensor([0, 1, 1]), r"\(3,\).*doc_ids\[None\]"), (torch.tensor([[0, 1]]).int(), "int32"),
+    (torch.tensor([[0.0, 1.0]]), "float32"), (torch.zeros(1, 0, dtype=torch.int64), "non-empty"),
+    (torch.tensor([[0, 1], [1, 1]]), r"doc_ids\[1, 0\] is 1: expected 0 at index 0"),
+    (torch.tensor([[0, 1, 1], [0, 1, 0]]), r"doc_ids\[1, 2\] is 0"), (torch.tensor([[0, 0, 1]]), r"doc_ids\[0, 1\] is 0"),
+    (torch.tensor([[0, 1, -1]]), r"doc_ids\[0, 2\] is -1")])
+def test_equivalence_errors_doc_ids_of_another_form(doc_ids, says):
+    for call in (lambda: attention_mask(doc_ids, "anchor"), lambda: position_ids(doc_ids, "anchor"),
+                 lambda: document_lengths(doc_ids), lambda: visible_pairs(doc_ids, "anchor")):
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
+def test_equivalence_errors_a_document_torn_apart_is_refused_by_document_and_served_by_mask():
+    torn = torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 2, 1]])
+    q, k, v = (x.detach() for x in random_qkv(torn, 0))
+    for call in (lambda: our_attend_by_document(q, k, v, torn, "anchor"),
+                 lambda: tiny_model()(random_tokens(torn), torn)):
+        with pytest.raises(ValueError, match="document 1 of row 1 is in more than one piece"):
+            call()
+    assert_close(attend_by_mask(q, k, v, torn, "anchor"), attend_by_hand(q, k, v, torn, "anchor"), 1e-12)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Model
 
@@ -845,6 +903,35 @@ def test_model_figure_shows_the_four_kinds():
                             env=os.environ | {"PYTHONIOENCODING": "utf-8"}, encoding="utf-8").stdout
     assert all(attention in figure for attention in ATTENTIONS)
     assert "b  ▓▓· · · ████· · · ·" in figure and "0 0 1 2 0 1 2 3 0 1" in figure
+
+
+@pytest.mark.parametrize("sizes, says", [
+    (dict(n_embd=10, n_head=4), "n_embd 10 is not divisible by n_head 4"),
+    (dict(n_head=4, n_kv_head=3), "n_head 4 is not divisible by n_kv_head 3"),
+    (dict(n_embd=12, n_head=4, n_kv_head=4), "12 / 4 = 3 is odd"),
+    (dict(context_length=1), "context_length is 1, expected at least 2"), (dict(n_layer=0), "n_layer is 0"),
+    (dict(rope_theta=0.0), "rope_theta is 0.0, expected more than 0"),
+    (dict(attend="flash"), "'flash'.*\"document\" or \"mask\"")])
+def test_model_errors_sizes_that_do_not_fit(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        GPTConfig(**sizes)
+
+
+def test_model_errors_the_smallest_model_is_none():
+    assert GPT(GPTConfig(1, 1, 1, 1, 2, 1, context_length=2))(torch.zeros(1, 2, dtype=torch.int64))[0].shape == (1, 2, 1)
+
+
+@pytest.mark.parametrize("how", [dict(temperature=-1.0), dict(top_k=0)])
+def test_model_errors_sampling_out_of_range(how):
+    with pytest.raises(ValueError, match="expected 0 or more, and at least 1 or None"):
+        tiny_model().generate(torch.zeros(1, 2, dtype=torch.int64), 1, **how)
+
+
+def test_model_errors_doc_ids_that_do_not_fit_the_tokens():
+    with pytest.raises(ValueError, match=r"doc_ids is \(1, 2\), expected the shape of tokens, \(1, 3\)"):
+        tiny_model()(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match=r"tokens is \(3,\), expected \(B, T\)"):
+        tiny_model()(torch.zeros(3, dtype=torch.int64))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1332,12 +1419,36 @@ def test_training_killed_while_it_saves_leaves_the_old_checkpoint(corpus, tmp_pa
     assert same(resume(tmp_path, "--steps", "12")["model"], resume(tmp_path / "whole", "--steps", "12")["model"])
 
 
-def test_training_stops_at_a_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
-    good = run(corpus, tmp_path)
-    monkeypatch.setattr(F, "cross_entropy", lambda logits, *_, **__: logits.sum() * math.nan)
-    with pytest.raises(SystemExit, match=r"step 7: the loss is nan .*checkpoint\.pt is what was saved before"):
+@pytest.mark.parametrize("how, what", [
+    ("norm", r"step 7: the loss is \d\.\d+ and the norm of its gradient inf"), ("loss", r"step 7: the loss is nan ")])
+def test_training_stops_at_a_loss_or_a_gradient_that_is_not_finite(corpus, tmp_path, monkeypatch, how, what):
+    good, clip = run(corpus, tmp_path), torch.nn.utils.clip_grad_norm_
+    if how == "loss":
+        monkeypatch.setattr(F, "cross_entropy", lambda logits, *_, **__: logits.sum() * math.nan)
+    else:
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: clip(*args) * math.inf)
+    with pytest.raises(SystemExit, match=what + r".*checkpoint\.pt is what was saved before.*lower --learning-rate"):
         resume(tmp_path, "--steps", "9")
-    assert same(checkpoint_of(tmp_path), good)
+    assert same(checkpoint_of(tmp_path), good) and max(m["step"] for m in metrics_of(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("end", ["the last step", "a signal", "divergence", "an error"])
+def test_training_gives_the_signals_back_on_every_way_out(corpus, tmp_path, monkeypatch, end):
+    handlers = {s: lambda signum, frame: None for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, handler) for s, handler in handlers.items()}
+    try:
+        if end == "a signal":
+            interrupt_in_step(monkeypatch, 2, signal.SIGINT)
+        elif end != "the last step":
+            result = {"divergence": lambda *_: (torch.tensor(math.nan),) * 2, "an error": mock.Mock(side_effect=KeyError)}
+            monkeypatch.setattr(train, "train_step", result[end])
+        expected = {"the last step": (), "an error": KeyError}.get(end, SystemExit)
+        with pytest.raises(expected) if expected else nullcontext():
+            run(corpus, tmp_path)
+        assert {s: signal.getsignal(s) for s in handlers} == handlers
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def test_training_never_saves_weights_that_are_not_finite(corpus, tmp_path, monkeypatch):
@@ -1351,6 +1462,167 @@ def test_training_never_saves_weights_that_are_not_finite(corpus, tmp_path, monk
     with pytest.raises(SystemExit, match="step 7: the weights are not finite"):
         resume(tmp_path, "--steps", "7")
     assert same(checkpoint_of(tmp_path), good)
+
+
+class Intruder:
+    """Unpickled by anything less careful than weights_only=True, it makes a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("intruded",)
+
+
+def with_settings(**settings):
+    def change(path, corpus):
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["settings"] |= settings
+        torch.save(checkpoint, path)
+    return change
+
+
+def another_corpus(path, corpus):
+    last = corpus / "11.txt"
+    last.write_text(last.read_text().replace("d", "b", 1))  # as many documents, as many bytes
+
+
+@pytest.mark.parametrize("spoil, flags, says", [
+    (None, "--n-embd 16", "--n-embd 16, but the run in"), (None, "--attention full", "--attention full, but the run in"),
+    (None, "--seed 3", "--seed 3, but the run in"), (None, "--learning-rate 0.1", "--learning-rate 0.1, but the run in"),
+    (None, "--dtype bfloat16", "--dtype bfloat16, but the run in .* was made with float32"),
+    (None, "--batch-size 4", "--batch-size 4 --grad-accumulation 2: 8 rows a step, but the run in .* has 4"),
+    (None, "--steps 5", "--steps 5: the checkpoint in .* is at step 6 already"),
+    (another_corpus, "--steps 9", "resuming needs the same documents"),
+    (with_settings(dropout=0.5), "", "settings that this train.py does not know: dropout"),
+    (with_settings(n_embd=16), "", "weights are not those of its settings"),
+    (with_settings(data=Intruder()), "", "not a complete checkpoint"),
+    (lambda path, corpus: path.write_bytes(path.read_bytes()[:-100]), "", "not a complete checkpoint"),
+    (lambda path, corpus: path.write_bytes(b""), "", "not a complete checkpoint"),
+    (lambda path, corpus: path.write_text("something else"), "", "not a complete checkpoint"),
+    (lambda path, corpus: torch.save({"model": {}}, path), "", "not a complete checkpoint"),
+    (lambda path, corpus: torch.save({"model": print}, path), "", "not a complete checkpoint")])
+def test_training_refuses_to_resume_and_leaves_the_checkpoint_alone(corpus, tmp_path, monkeypatch, capsys, spoil, flags, says):
+    monkeypatch.chdir(tmp_path)
+    run(corpus, tmp_path)
+    if spoil:
+        spoil(tmp_path / "checkpoint.pt", corpus)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        resume(tmp_path, *flags.split())
+    assert stop.value.code == 2 and re.search(says, capsys.readouterr().err)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before and not (tmp_path / "intruded").exists()
+
+
+def test_training_resumes_a_checkpoint_of_an_older_version_with_defaults(corpus, tmp_path):
+    saved = run(corpus, tmp_path)
+    for name in ("checkpoint_activations", "compile"):
+        del saved["settings"][name]
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    settings = resume(tmp_path, "--steps", "7")["settings"]
+    assert settings["checkpoint_activations"] is settings["compile"] is False
+
+
+def test_training_resumed_drops_the_metrics_after_its_checkpoint(corpus, tmp_path):
+    """A kill between two checkpoints leaves lines of steps that are going to be done again, the last of them cut."""
+    run(corpus, tmp_path / "whole", "--steps", "9")
+    with mock.patch("train.learning_rate_at", lambda step, _, rate=train.learning_rate_at: rate(step, dict(
+            learning_rate=1e-3, warmup_steps=2, steps=9))):  # as if it had been meant to do 9 steps
+        run(corpus, tmp_path / "parts")
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 7, "loss": 0.0}\n{"step": 9, "val_loss": 0.0}\n{"step": 4, "loss": 1.0')
+    resume(tmp_path / "parts", "--steps", "9")
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+def test_training_in_the_folder_of_a_running_one_is_refused(corpus, tmp_path):
+    before = run(corpus, tmp_path)
+    with train.alone_in(tmp_path), pytest.raises(SystemExit, match="another run is writing to .*name another --out"):
+        run(corpus, tmp_path, "--seed", "1")
+    assert same(checkpoint_of(tmp_path), before) and not (tmp_path / "checkpoint-1.pt").exists()
+    run(corpus, tmp_path, "--seed", "1")  # the lock goes with the run
+
+
+def test_training_goes_on_without_locks_where_there_are_none(corpus, tmp_path, monkeypatch, capsys):
+    """As on Windows: no fcntl to import, and no opening of folders."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError("a folder")))
+    spec = importlib.util.spec_from_file_location("train_elsewhere", train.__file__)
+    elsewhere = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_elsewhere", elsewhere)
+    spec.loader.exec_module(elsewhere)
+    elsewhere.main([*TINY, "--data", str(corpus), "--out", str(tmp_path), "--prompt", "a"])
+    assert checkpoint_of(tmp_path)["step"] == 6
+    assert f"no file locks: see to it that no second run writes to {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux" or "ATTEND" in os.environ, reason="needs a limit of memory, and our attention")
+def test_training_out_of_memory_says_what_to_change(tmp_path):
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30)); sys.argv[0] = 'train.py'; " \
+            f"runpy.run_path({train.__file__!r}, run_name='__main__')"
+    flags = "--device cpu --dtype float32 --attend mask --context-length 100000 --batch-size 1 --n-layer 1 --eval-rows 1 --out"
+    done = subprocess.run([sys.executable, "-c", limit, *flags.split(), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "out of memory" in done.stderr and all(flag in done.stderr for flag in (
+        "--checkpoint-activations", "--batch-size", "--grad-accumulation", "--context-length"))
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--attention", "anker"], "'anker': choose one of full"), (["--n-head", "3"], "n_embd 8 is not divisible"),
+    (["--context-length", "1"], "expected at least 2"), (["--context-length", "5000"], "too few to fill one row of 5000"),
+    (["--data", "nowhere"], "'nowhere' does not exist"), (["--dtype", "int8"], "--dtype int8: expected float32"),
+    (["--batch-size", "0"], "--batch-size 0: expected more than 0"), (["--val-fraction", "2"], "between 0 and 1"),
+    (["--device", "tpu"], "--device tpu"), (["--device", "cpu:x"], "--device cpu:x"),
+    (["--device", "cuda:9"], "--device cuda:9: this PyTorch sees"), (["--seed", "-1"], "--seed -1: expected 0"),
+    (["--warmup-steps", "-5"], "--warmup-steps -5: expected 0"), (["--resume", "--prompt", "a"], "no .*checkpoint.pt to load")])
+def test_training_errors_at_the_command_line_come_before_anything_is_written(corpus, tmp_path, capsys, flags, says):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop:
+        train.main([*TINY, "--data", str(corpus), "--out", str(out), *flags])
+    assert stop.value.code == 2 and not out.exists()
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_training_refuses_an_out_that_is_a_file(corpus, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(SystemExit):
+        run(corpus, tmp_path / "out")
+    assert "File exists" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_training_takes_the_devices_that_pytorch_has(monkeypatch, kind):
+    for name, n_devices in ((kind, 0), (f"{kind}:2", 2)):
+        monkeypatch.setattr(torch.get_device_module(kind), "device_count", lambda: n_devices)
+        with pytest.raises(ValueError, match=f"--device {name}: .* sees {n_devices} {kind.upper()} .* or --device cpu"):
+            train.check_device(name, 1)
+    train.check_device(kind, 1)
+    train.check_device(f"{kind}:1", 1)
+    with pytest.raises(ValueError, match=f"--device {kind}:1: under torchrun expected cpu, or cuda"):
+        train.check_device(f"{kind}:1", 2)
+
+
+def test_training_defaults_are_those_of_a_cpu_or_of_cuda(monkeypatch):
+    monkeypatch.setattr(train, "faster_dtype", lambda: "measured")
+    for column, kind, dtype in ((0, "cpu", "measured"), (0, "mps", "float32"), (0, "xpu", "float32"), (1, "cuda", "bfloat16")):
+        table = {name: default[column] for name, default in train.SETTINGS.items()}
+        assert train.default_settings(kind) == table | {"dtype": dtype}
+
+
+@pytest.mark.parametrize("float32, bfloat16, faster", [
+    ([2, 2, 2], [2, 2, 2], "bfloat16"), ([2, 2, 2], [9, 1, 9], "bfloat16"), ([9, 1, 9], [2, 2, 2], "float32")])
+def test_training_measures_the_faster_dtype_of_a_cpu(monkeypatch, float32, bfloat16, faster):
+    """By the best time of each, so one interruption does not decide."""
+    times = {torch.float32: float32, torch.bfloat16: bfloat16}
+    monkeypatch.setattr(train.timeit, "repeat", lambda product, **how: times[product().dtype])
+    assert train.faster_dtype() == faster
+
+
+def test_training_measures_the_dtype_once_and_keeps_it(corpus, tmp_path, monkeypatch):
+    measured = ["bfloat16"]
+    monkeypatch.setattr(train, "faster_dtype", measured.pop)
+    flags = [f for f in TINY if f not in ("--dtype", "float32")]
+    train.main([*flags, "--data", str(corpus), "--out", str(tmp_path), "--prompt", "a"])
+    assert checkpoint_of(tmp_path)["settings"]["dtype"] == "bfloat16"
+    monkeypatch.setattr(train, "faster_dtype", lambda: "float32")
+    assert resume(tmp_path, "--steps", "7")["settings"]["dtype"] == "bfloat16"
 
 
 def test_training_prompt_only_loads_and_samples(corpus, tmp_path, capsys):
@@ -1378,6 +1650,17 @@ def test_training_reports_and_writes_metrics(corpus, tmp_path, capsys):
     metrics = metrics_of(tmp_path)
     assert [m["step"] for m in metrics if "loss" in m] == [1, 2, 3, 4, 5, 6]
     assert [m["step"] for m in metrics if "val_loss" in m] == [3, 6]
+    assert "\nvalidation loss {val_loss:.3f} nats a token, {bits_per_byte:.3f} bits a byte\n".format(**metrics[-1]) in printed
+    means = [sum(m["loss"] for m in metrics if "loss" in m and a < m["step"] <= a + 3) / 3 for a in (0, 3)]
+    assert all(f"step {step:>5}    train {mean:.3f}    validation" in printed for step, mean in zip((3, 6), means))
+
+
+def test_training_that_is_at_its_end_already_only_shows_what_it_learned(corpus, tmp_path, capsys):
+    before, metrics = run(corpus, tmp_path), metrics_of(tmp_path)
+    shown = capsys.readouterr().out.split("\nvalidation loss")[1]
+    after = resume(tmp_path)
+    assert capsys.readouterr().out.split("\nvalidation loss")[1].split("sample")[0] == shown.split("sample")[0]
+    assert same(after, before) and metrics_of(tmp_path) == metrics
 
 
 def test_training_learning_rate_warms_up_and_decays():
@@ -1417,6 +1700,40 @@ def test_training_accumulating_micro_batches_equals_one_batch(n):
         assert_close(accumulated, one, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_sums_the_gradients_of_micro_batches_in_float32(dtype):
+    """Whatever autocast computes each of them in. A sum kept in bfloat16 would lose most of its bits, as the end shows."""
+    rows = PackedRows([bytes([97 + i % 7]) * (5 + i % 3) for i in range(400)], 12, seed=0)
+    batch = rows.shuffled_batch(0, 64)
+    n_targets = (batch[2] != NO_TARGET).sum()
+
+    def gradient(model):
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def error(got, expected):
+        return ((got.double() - expected).norm() / expected.norm()).item()
+
+    exact, in_bfloat16 = 0.0, 0.0
+    for micro in zip(*(x.split(1) for x in batch)):
+        model = tiny_model(vocab_size=258, dtype=torch.float32)
+        with train.autocast(model, dtype):
+            loss = model(*micro)[1]
+        (loss * ((micro[2] != NO_TARGET).sum() / n_targets)).backward()
+        exact = exact + gradient(model).double()
+        in_bfloat16 = in_bfloat16 + gradient(model).bfloat16()
+    model, summed = tiny_model(vocab_size=258, dtype=torch.float32), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: summed.append(gradient(model)))
+    loss, _ = train.train_step(model, optimizer, list(zip(*(x.split(1) for x in batch))), 0.0, math.inf, dtype)
+    assert summed[0].dtype == loss.dtype == torch.float32
+    assert error(summed[0], exact) < 1e-6 and error(in_bfloat16, exact) > 1e-3
+    if dtype == "float32":
+        model = tiny_model(vocab_size=258)
+        mean = model(*batch)[1]
+        mean.backward()
+        assert error(summed[0], gradient(model)) < 1e-6 and loss.item() == pytest.approx(mean.item(), rel=1e-6)
+
+
 def test_training_takes_the_same_rows_however_a_step_is_cut(corpus, tmp_path):
     one, *cuts = (run(corpus, tmp_path / n, "--batch-size", n, "--grad-accumulation", k)["model"] for n, k in ("41", "22", "14"))
     for cut in cuts:
@@ -1435,7 +1752,8 @@ def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
     flags = dict(attention="intra_doc", attend="mask", context_length=20, batch_size=3, grad_accumulation=2, steps=2,
                  learning_rate=0.01, warmup_steps=1, weight_decay=0.3, grad_clip=0.7, n_layer=2, n_head=8, n_kv_head=2,
                  n_embd=16, n_hidden=24, dtype="bfloat16", seed=5, eval_interval=1, eval_rows=1, val_fraction=0.25,
-                 checkpoint_activations=True)
+                 checkpoint_activations=True, compile=True)
+    monkeypatch.setattr(torch, "compile", lambda f: f)
     train.main(["--data", str(corpus), "--out", str(tmp_path), "--prompt", "b", "--device", "cpu"]
                + [x for name, value in flags.items() for x in ("--" + name.replace("_", "-"), str(value)) if x != "True"])
     assert set(flags) | {"data"} == set(train.SETTINGS)
@@ -1444,7 +1762,7 @@ def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
     (model, weight_decay, start), = calls["make_optimizer"]
     assert weight_decay == 0.3
     config = {name: value for name, value in flags.items() if name in dataclasses.asdict(model.config)}
-    assert model.config == GPTConfig(vocab_size=258, **config) and len(config) == 9
+    assert model.config == train.model_config(flags) == GPTConfig(vocab_size=258, **config) and len(config) == 9
     torch.manual_seed(5)
     assert all(torch.equal(a, b) for a, b in zip(start, GPT(model.config).parameters(), strict=True))
 
@@ -1458,7 +1776,7 @@ def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
     assert len(calls["train_step"]) == 2
     for _, batch, batch_size, dtype, _ in calls["evaluate"]:
         assert same(batch, PackedRows(held_out, 20, 0).shuffled_batch(0, 1)) and (batch_size, dtype) == (3, "bfloat16")
-    assert len(calls["evaluate"]) == 3 and calls["sample"][0][1] == "b"
+    assert len(calls["evaluate"]) == 2 and calls["sample"][0][1] == "b"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -1478,7 +1796,7 @@ def test_training_validates_on_the_same_rows_for_every_seed_and_kind(corpus, tmp
     monkeypatch.setattr(train, "evaluate", lambda model, batch, *args: batches.append(batch) or evaluate(model, batch, *args))
     for i, flags in enumerate(("--seed 0", "--seed 1", "--attention full")):
         run(corpus, tmp_path / str(i), *flags.split())
-    assert len(batches) == 9 and all(same(batch, batches[0]) for batch in batches)
+    assert len(batches) == 6 and all(same(batch, batches[0]) for batch in batches)
 
 
 def test_training_clips_and_decays_only_matrices():
@@ -1507,6 +1825,37 @@ def test_training_evaluates_as_the_definition_says():
     targets = batch[2][batch[2] != NO_TARGET]
     assert nats == pytest.approx(loss, rel=1e-5)
     assert bits == pytest.approx(loss * len(targets) / (targets != EOS).sum().item() / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("n_processes", [1, 3, 5])
+def test_training_evaluation_is_shared_out(monkeypatch, n_processes):
+    """Each row to one process, in float64 from row to row; of four rows and five processes, one has none."""
+    model, batch = tiny_model(vocab_size=258, dtype=torch.float32), uneven_batch()
+    alone, n_targets = train.evaluate(model, batch, 2, "float32"), (batch[2] != NO_TARGET).sum().item()
+    seen, sums = [], []
+    model.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[0].tolist()))
+    monkeypatch.setattr(train, "sum_over_processes", lambda number: sums.append(number) or number)
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: n_processes)
+    for rank in range(n_processes):
+        monkeypatch.setattr(train.dist, "get_rank", lambda: rank)
+        train.evaluate(model, batch, 2, "float32")
+    assert sorted(seen) == sorted(batch[0].tolist())
+    assert sum(sums) / n_targets == pytest.approx(alone[0], rel=1e-6)
+    monkeypatch.setattr(train, "sum_over_processes", lambda number: sum(sums))
+    assert train.evaluate(model, batch, 2, "float32") == pytest.approx(alone, rel=1e-6)  # what each of them gets
+
+
+def test_training_sums_losses_in_float64(monkeypatch):
+    """A float32 that is 2**25 does not change by adding 1."""
+    model, batch = tiny_model(vocab_size=258), uneven_batch()
+    losses = iter([torch.full((1, batch[0].shape[1]), x) for x in (2.0**25, 1.0, 1.0, 1.0)])
+    monkeypatch.setattr(train, "token_losses", lambda *_: next(losses))
+    n_targets, T = (batch[2] != NO_TARGET).sum().item(), batch[0].shape[1]
+    assert train.evaluate(model, batch, 1, "float32")[0] == (2**25 + 3) * T / n_targets
+    losses = iter([torch.full((1, 20), x) for x in [2.0**25] + [1.0] * 8])
+    table = train.loss_by_position(model, [b"a" * 19] * 9, 20, "float32")
+    assert [nats for _, _, nats in table] == pytest.approx([(2**25 + 8) / 9] * 2, rel=1e-12)
 
 
 def test_training_loss_by_position_is_of_documents_that_fill_the_context():
@@ -1547,12 +1896,66 @@ def test_training_reads_loss_and_norm_rarely(corpus, tmp_path, monkeypatch):
     assert [m["step"] for m in metrics_of(tmp_path)] == [*range(1, 41), 40]
 
 
+def compiled_without_a_compiler(monkeypatch, calls):
+    """torch.compile traces and splits as ever, but the graphs run as they are; the calls of what it returns are counted."""
+    compile_it = torch.compile
+
+    def compiled(f):
+        calls.append(None)
+        module = compile_it(f, backend="eager")
+        if isinstance(f, torch.nn.Module):
+            module.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape))
+        return module
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
+def test_training_compiled_takes_the_same_steps_and_leaves_the_same_checkpoint(corpus, tmp_path, monkeypatch):
+    flags, calls = ("--attention", "full", "--steps", "3"), []
+    plain = run(corpus, tmp_path / "plain", *flags)
+    compiled_without_a_compiler(monkeypatch, calls)
+    compiled = run(corpus, tmp_path / "compiled", *flags, "--compile")
+    assert [shape for shape in calls if shape] == [(2, 24)] * 6  # three steps; evaluation and sample are not compiled
+    assert list(compiled["model"]) == list(plain["model"]) and compiled["settings"]["compile"] is True
+    for name in plain["model"]:
+        assert_close(compiled["model"][name], plain["model"][name], 1e-5, name)
+    calls.clear()
+    resumed = resume(tmp_path / "compiled", "--steps", "6", "--no-compile")
+    assert not calls and resumed["settings"]["compile"] is False
+    assert resume(tmp_path / "plain", "--steps", "6", "--compile")["settings"]["compile"] is True
+    assert len([shape for shape in calls if shape]) == 6
+
+
+def test_training_says_it_in_a_line_where_nothing_can_be_compiled(corpus, tmp_path, monkeypatch, capsys):
+    def no_compiler(*_):
+        raise RuntimeError("No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1")
+    monkeypatch.setattr(torch, "compile", lambda f: no_compiler)
+    with pytest.raises(SystemExit) as stop:
+        run(corpus, tmp_path / "out", "--compile")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and not (tmp_path / "out").exists()
+    assert re.search("--compile: .*No working C.. compiler found.*: install a C.. compiler, or use --no-compile", said)
+
+
+@pytest.mark.parametrize("device, nccl, backend", [("cpu", False, "gloo"), ("cpu", True, "gloo"), ("cuda:1", True, None),
+                                                   ("cuda:1", False, "gloo")])
+def test_training_processes_talk_by_gloo_where_there_is_no_nccl(monkeypatch, device, nccl, backend):
+    """None: PyTorch chooses NCCL for what is on a GPU and gloo for what is on the CPU."""
+    chosen = []
+    monkeypatch.setattr(train.dist, "init_process_group", chosen.append)
+    monkeypatch.setattr(train.dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(train, "DistributedDataParallel", lambda model: ("replica of", model))
+    job = SimpleNamespace(model="model", settings={"compile": False}, n_processes=2, device=device)
+    assert train.make_replica(job) == ("replica of", "model")
+    assert chosen == ([backend] if device == "cpu" else [device, backend])
+
+
 # Two processes of torchrun on the CPU. They are ours to the letter, so ATTEND does not reach them.
 torchrun = pytest.mark.skipif("ATTEND" in os.environ, reason="the processes of torchrun have our attention")
 
 
-def start_two(corpus, out, *flags):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train.__file__, *TINY]
+def start_two(corpus, out, *flags, program=train.__file__):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), *TINY]
     return subprocess.Popen([*command, "--data", str(corpus), "--out", str(out), "--prompt", "a", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -1578,6 +1981,21 @@ def test_training_two_processes_equal_one_and_either_can_go_on(corpus, tmp_path)
     one, two = (resume(tmp_path / n, "--steps", "8", "--batch-size", "2", "--grad-accumulation", "2") for n in ("one", "two"))
     for name in one["model"]:
         assert_close(two["model"][name], one["model"][name], 1e-5, name)
+
+
+@torchrun
+def test_training_two_processes_compiled_equal_one(corpus, tmp_path):
+    program = tmp_path / "compiled_without_a_compiler.py"
+    program.write_text("import functools, runpy, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')\n"
+                       f"runpy.run_path({train.__file__!r}, run_name='__main__')\n")
+    flags = ("--attention", "full", "--steps", "3")
+    process = start_two(corpus, tmp_path / "two", *flags, "--compile", program=program)
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0 and "2 x cpu, float32, compiled" in printed, errors
+    one, two = run(corpus, tmp_path / "one", *flags)["model"], checkpoint_of(tmp_path / "two")["model"]
+    assert list(one) == list(two)
+    for name in one:
+        assert_close(two[name], one[name], 1e-5, name)
 
 
 @torchrun
@@ -2262,226 +2680,6 @@ def test_home_refuses_a_cache(tmp_path):
     cache = model(torch.ones(1, 4, dtype=torch.int64), doc_ids=doc_ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="got 1 queries and 5 keys"):
         model(torch.ones(1, 1, dtype=torch.int64), doc_ids=doc_ids[:, :1], past_key_values=cache)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Errors: each names the value, what was expected and what to do
-
-
-@pytest.mark.parametrize("call", [
-    lambda a: attention_mask(torch.tensor([[0, 1]]), a), lambda a: position_ids(torch.tensor([[0, 1]]), a),
-    lambda a: visible_pairs(torch.tensor([[0, 1]]), a), lambda a: GPTConfig(attention=a),
-    lambda a: our_attend_by_document(*random_qkv(torch.tensor([[0, 1]]), 0), torch.tensor([[0, 1]]), a)])
-def test_errors_unknown_attention_lists_the_four(call):
-    with pytest.raises(ValueError, match="'anker'.*full, intra_doc, intra_doc_reset, anchor"):
-        call("anker")
-
-
-@pytest.mark.parametrize("call", [
-    lambda d: attention_mask(d, "window"), lambda d: position_ids(d, "window"), lambda d: visible_pairs(d, "window"),
-    lambda d: our_attend_by_document(*random_qkv(d, 0), d, "window"),
-    lambda d: attend_by_mask(*random_qkv(d, 0), d, "window")])
-def test_errors_a_kind_that_is_named_but_not_served_falls_through_nowhere(call, monkeypatch):
-    monkeypatch.setattr(anchor_gpt, "ATTENTIONS", (*ATTENTIONS, "window"))
-    with pytest.raises(ValueError, match="'window'.*a kind of your own has to be served here, too"):
-        call(torch.tensor([[0, 1, 2]]))
-
-
-@both_ways
-@pytest.mark.parametrize("n_rows, n_tokens", [(2, 3), (1, 4)])
-def test_errors_q_of_other_rows_than_doc_ids(attend, n_rows, n_tokens):
-    q = torch.zeros(n_rows, 1, n_tokens, 4)
-    with pytest.raises(ValueError, match=rf"doc_ids is \(1, 3\), but q has {n_rows} rows of {n_tokens} tokens"):
-        (our_attend_by_document if attend is attend_by_document else attend)(q, q, q, torch.tensor([[0, 1, 1]]), "anchor")
-
-
-@pytest.mark.parametrize("sizes, says", [
-    (dict(n_embd=10, n_head=4), "n_embd 10 is not divisible by n_head 4"),
-    (dict(n_head=4, n_kv_head=3), "n_head 4 is not divisible by n_kv_head 3"),
-    (dict(n_embd=12, n_head=4, n_kv_head=4), "12 / 4 = 3 is odd"),
-    (dict(context_length=1), "context_length is 1, expected at least 2"), (dict(n_layer=0), "n_layer is 0"),
-    (dict(rope_theta=0.0), "rope_theta is 0.0, expected more than 0"),
-    (dict(attend="flash"), "'flash'.*\"document\" or \"mask\"")])
-def test_errors_sizes_that_do_not_fit(sizes, says):
-    with pytest.raises(ValueError, match=says):
-        GPTConfig(**sizes)
-
-
-def test_errors_the_smallest_model_is_none():
-    assert GPT(GPTConfig(1, 1, 1, 1, 2, 1, context_length=2))(torch.zeros(1, 2, dtype=torch.int64))[0].shape == (1, 2, 1)
-
-
-@pytest.mark.parametrize("how", [dict(temperature=-1.0), dict(top_k=0)])
-def test_errors_sampling_out_of_range(how):
-    with pytest.raises(ValueError, match="expected 0 or more, and at least 1 or None"):
-        tiny_model().generate(torch.zeros(1, 2, dtype=torch.int64), 1, **how)
-
-
-def test_errors_odd_head_size_in_the_tables():
-    with pytest.raises(ValueError, match="head_dim is 5, expected an even"):
-        rope_cos_sin(torch.arange(3)[None], 5)
-
-
-@pytest.mark.parametrize("doc_ids, says", [
-    (torch.tensor([0, 1, 1]), r"\(3,\).*doc_ids\[None\]"), (torch.tensor([[0, 1]]).int(), "int32"),
-    (torch.tensor([[0.0, 1.0]]), "float32"), (torch.zeros(1, 0, dtype=torch.int64), "non-empty"),
-    (torch.tensor([[0, 1], [1, 1]]), r"doc_ids\[1, 0\] is 1: expected 0 at index 0"),
-    (torch.tensor([[0, 1, 1], [0, 1, 0]]), r"doc_ids\[1, 2\] is 0"), (torch.tensor([[0, 0, 1]]), r"doc_ids\[0, 1\] is 0"),
-    (torch.tensor([[0, 1, -1]]), r"doc_ids\[0, 2\] is -1")])
-def test_errors_doc_ids_of_another_form(doc_ids, says):
-    for call in (lambda: attention_mask(doc_ids, "anchor"), lambda: position_ids(doc_ids, "anchor"),
-                 lambda: document_lengths(doc_ids), lambda: visible_pairs(doc_ids, "anchor")):
-        with pytest.raises(ValueError, match=says):
-            call()
-
-
-def test_errors_a_document_torn_apart_is_refused_by_document_and_served_by_mask():
-    torn = torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 2, 1]])
-    q, k, v = (x.detach() for x in random_qkv(torn, 0))
-    for call in (lambda: our_attend_by_document(q, k, v, torn, "anchor"),
-                 lambda: tiny_model()(random_tokens(torn), torn)):
-        with pytest.raises(ValueError, match="document 1 of row 1 is in more than one piece"):
-            call()
-    assert_close(attend_by_mask(q, k, v, torn, "anchor"), attend_by_hand(q, k, v, torn, "anchor"), 1e-12)
-
-
-def test_errors_doc_ids_that_do_not_fit_the_tokens():
-    with pytest.raises(ValueError, match=r"doc_ids is \(1, 2\), expected the shape of tokens, \(1, 3\)"):
-        tiny_model()(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match=r"tokens is \(3,\), expected \(B, T\)"):
-        tiny_model()(torch.zeros(3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--attention", "anker"], "'anker': choose one of full"), (["--n-head", "3"], "n_embd 8 is not divisible"),
-    (["--context-length", "1"], "expected at least 2"), (["--context-length", "5000"], "too few to fill one row of 5000"),
-    (["--data", "nowhere"], "'nowhere' does not exist"), (["--dtype", "int8"], "--dtype int8: expected float32"),
-    (["--batch-size", "0"], "--batch-size 0: expected more than 0"), (["--val-fraction", "2"], "between 0 and 1"),
-    (["--device", "tpu"], "--device tpu"), (["--device", "cpu:x"], "--device cpu:x"), (["--seed", "-1"], "--seed -1: expected 0"),
-    (["--warmup-steps", "-5"], "--warmup-steps -5: expected 0"), (["--resume", "--prompt", "a"], "no .*checkpoint.pt to load")])
-def test_errors_at_the_command_line_come_before_anything_is_written(corpus, tmp_path, capsys, flags, says):
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as stop:
-        train.main([*TINY, "--data", str(corpus), "--out", str(out), *flags])
-    assert stop.value.code == 2 and not out.exists()
-    assert re.search(says, capsys.readouterr().err)
-
-
-def test_errors_out_that_is_a_file(corpus, tmp_path, capsys):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(SystemExit):
-        run(corpus, tmp_path / "out")
-    assert "File exists" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_errors_cuda_without_cuda(capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--device", "cuda"])
-    assert "no CUDA device, use --device cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("spoil, says", [
-    (lambda p: p.write_bytes(p.read_bytes()[:-100]), "not a complete checkpoint"),
-    (lambda p: p.write_bytes(b""), "not a complete checkpoint"),
-    (lambda p: p.write_text("something else"), "not a complete checkpoint"),
-    (lambda p: torch.save({"model": {}}, p), "not a complete checkpoint"),
-    (lambda p: torch.save({"model": print}, p), "not a complete checkpoint")])
-def test_errors_a_spoilt_checkpoint_is_refused_and_left_alone(corpus, tmp_path, capsys, spoil, says):
-    run(corpus, tmp_path)
-    spoil(tmp_path / "checkpoint.pt")
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-    with pytest.raises(SystemExit):
-        resume(tmp_path)
-    assert says in capsys.readouterr().err and (tmp_path / "checkpoint.pt").read_bytes() == before
-
-
-class Intruder:
-    """Unpickled by anything less careful than weights_only=True, it makes a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def test_errors_a_checkpoint_of_another_model_size(corpus, tmp_path, capsys):
-    checkpoint = run(corpus, tmp_path)
-    checkpoint["settings"]["n_embd"] = 16
-    torch.save(checkpoint, tmp_path / "checkpoint.pt")
-    with pytest.raises(SystemExit):
-        resume(tmp_path)
-    assert "weights are not those of its settings" in capsys.readouterr().err
-
-
-def test_errors_a_tampered_checkpoint_runs_no_code(corpus, tmp_path, capsys):
-    torch.save(run(corpus, tmp_path) | {"settings": Intruder(tmp_path / "intruded")}, tmp_path / "checkpoint.pt")
-    with pytest.raises(SystemExit):
-        resume(tmp_path)
-    assert "not a complete checkpoint" in capsys.readouterr().err and not (tmp_path / "intruded").exists()
-
-
-@pytest.mark.parametrize("flags", ["--n-embd 16", "--attention full", "--seed 3", "--learning-rate 0.1"])
-def test_errors_resuming_with_other_settings(corpus, tmp_path, capsys, flags):
-    run(corpus, tmp_path)
-    with pytest.raises(SystemExit):
-        resume(tmp_path, *flags.split())
-    assert f"{flags}, but the run in" in capsys.readouterr().err
-
-
-def test_errors_resuming_with_other_rows_a_step(corpus, tmp_path, capsys):
-    run(corpus, tmp_path)
-    with pytest.raises(SystemExit):
-        resume(tmp_path, "--batch-size", "4")
-    assert "--batch-size 4 --grad-accumulation 2: 8 rows a step, but the run in" in capsys.readouterr().err
-
-
-def test_errors_a_checkpoint_with_settings_of_another_version(corpus, tmp_path, capsys):
-    """Those that are missing are at their defaults; one that this version does not know is refused by name."""
-    saved = run(corpus, tmp_path)
-    del saved["settings"]["checkpoint_activations"]
-    torch.save(saved, tmp_path / "checkpoint.pt")
-    assert resume(tmp_path, "--steps", "7")["settings"]["checkpoint_activations"] is False
-    saved["settings"]["dropout"] = 0.5
-    torch.save(saved, tmp_path / "checkpoint.pt")
-    with pytest.raises(SystemExit):
-        resume(tmp_path)
-    assert "settings that this train.py does not know: dropout" in capsys.readouterr().err
-
-
-def test_errors_a_second_run_in_the_same_folder(corpus, tmp_path):
-    before = run(corpus, tmp_path)
-    with train.alone_in(tmp_path), pytest.raises(SystemExit, match="another run is writing to .*name another --out"):
-        run(corpus, tmp_path, "--seed", "1")
-    assert same(checkpoint_of(tmp_path), before) and not (tmp_path / "checkpoint-1.pt").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux" or "ATTEND" in os.environ, reason="needs a limit of memory, and our attention")
-def test_errors_out_of_memory(tmp_path):
-    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30)); sys.argv[0] = 'train.py'; " \
-            f"runpy.run_path({train.__file__!r}, run_name='__main__')"
-    flags = "--device cpu --dtype float32 --attend mask --context-length 100000 --batch-size 1 --n-layer 1 --eval-rows 1 --out"
-    done = subprocess.run([sys.executable, "-c", limit, *flags.split(), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "out of memory" in done.stderr and all(flag in done.stderr for flag in (
-        "--checkpoint-activations", "--batch-size", "--grad-accumulation", "--context-length"))
-
-
-def test_errors_resuming_to_an_earlier_step(corpus, tmp_path, capsys):
-    run(corpus, tmp_path)
-    with pytest.raises(SystemExit):
-        resume(tmp_path, "--steps", "5")
-    assert "--steps 5: the checkpoint in" in capsys.readouterr().err
-
-
-def test_errors_resuming_with_another_corpus(corpus, tmp_path, capsys):
-    run(corpus, tmp_path)
-    last = corpus / "11.txt"
-    last.write_text(last.read_text().replace("d", "b", 1))  # as many documents, as many bytes
-    with pytest.raises(SystemExit):
-        resume(tmp_path, "--steps", "9")
-    assert "resuming needs the same documents" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------
