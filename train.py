@@ -245,8 +245,8 @@ def sum_over_processes(number):
 
 def leave_together():
     """Every process waits for the last: one that leaves early makes torchrun end the others, and one that
-    leaves while a gradient or a sum is on its way may wait for itself (gloo's thread for Python's lock, Python
-    for the thread)."""
+    leaves while a gradient or a sum is on its way may wait for itself (gloo's thread for Python's lock, and
+    Python for the thread)."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
