@@ -959,6 +959,15 @@ def test_training_resumes_into_nothing_by_starting(corpus, tmp_path, capsys):
     assert "starts at step 0" in capsys.readouterr().out
 
 
+def test_training_that_fails_in_its_first_step_can_be_resumed(corpus, tmp_path, monkeypatch):
+    whole = run(corpus, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(train, "train_step", mock.Mock(side_effect=KeyError))
+        run(corpus, tmp_path / "parts")
+    assert checkpoint_of(tmp_path / "parts")["step"] == 0
+    assert same(resume(tmp_path / "parts")["model"], whole["model"])
+
+
 def test_training_anew_keeps_the_earlier_run(corpus, tmp_path, capsys):
     first = run(corpus, tmp_path)
     second = run(corpus, tmp_path, "--seed", "1")
