@@ -55,7 +55,8 @@ SETTINGS = {
     "compile": (False, False, "fuse what PyTorch leaves in pieces (RMSNorm above all on a CPU): faster, "
                               "after a compilation of some seconds to a minute; results differ by rounding, "
                               "so only runs compiled alike resume bit for bit"),
-    "steps": (1000, 2000, "optimizer steps; the cosine ends at the last: more with --resume make it jump"),
+    "steps": (1000, 2000, "optimizer steps; the learning rate's cosine ends at the last, so --resume with more "
+                          "makes it jump"),
     "learning_rate": (1e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
     "warmup_steps": (50, 100, "steps of linear warm-up"),
     "weight_decay": (0.1, 0.1, "weight decay of the matrices"),
@@ -245,8 +246,8 @@ def sum_over_processes(number):
 
 def leave_together():
     """Every process waits for the last: one that leaves early makes torchrun end the others, and one that
-    leaves while a gradient or a sum is on its way may wait for itself (gloo's thread for Python's lock, Python
-    for the thread)."""
+    leaves while a gradient or a sum is on its way may wait for itself (gloo's thread for Python's lock, and
+    Python for the thread)."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
