@@ -1594,6 +1594,7 @@ runpy.run_path({train.__file__!r}, run_name="__main__")"""
     ("--batch-size 0", "--batch-size 0: expected more than 0"), ("--val-fraction 2", "between 0 and 1"),
     ("--device tpu", "--device tpu: expected cpu, cuda, mps or xpu"), ("--device cpu:x", "cpu:x: expected"),
     ("--device cuda:99", "--device cuda:99: this PyTorch sees"), ("--seed -1", "--seed -1: expected 0"),
+    ("--compile --checkpoint-activations", "--compile --checkpoint-activations: .*choose one"),
     ("--warmup-steps -5", "--warmup-steps -5: expected 0"), ("--resume --prompt a", "no .*pt to load")])
 def test_training_errors_in_flags_come_before_anything_is_written(corpus, tmp_path, capsys, flags, says):
     out = tmp_path / "out"
@@ -1771,8 +1772,9 @@ def test_training_takes_the_same_rows_however_a_step_is_cut(corpus, tmp_path):
             assert_close(cut[name], one[name], 1e-5, name)
 
 
-def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
-    """A run with nothing at its default, watched from inside."""
+@pytest.mark.parametrize("one, other", [("checkpoint_activations", "compile"), ("compile", "checkpoint_activations")])
+def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch, one, other):
+    """A run with nothing at its default, watched from inside; only one of two that exclude each other."""
     calls = {name: [] for name in ("PackedRows", "make_optimizer", "train_step", "evaluate", "sample")}
     for name, seen in calls.items():
         original = getattr(train, name)
@@ -1782,15 +1784,17 @@ def test_training_flags_reach_what_they_name(corpus, tmp_path, monkeypatch):
     flags = dict(attention="intra_doc", attend="mask", context_length=20, batch_size=3, grad_accumulation=2, steps=2,
                  learning_rate=0.01, warmup_steps=1, weight_decay=0.3, grad_clip=0.7, n_layer=2, n_head=8, n_kv_head=2,
                  n_embd=16, n_hidden=24, dtype="bfloat16", seed=5, eval_interval=1, eval_rows=1, val_fraction=0.25,
-                 checkpoint_activations=True, compile=True)
-    monkeypatch.setattr(torch, "compile", lambda f: f)
+                 **{one: True, other: False})
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f: compiled.append(f) or f)
     train.main(["--data", str(corpus), "--out", str(tmp_path), "--prompt", "b", "--device", "cpu"]
-               + [x for name, value in flags.items() for x in ("--" + name.replace("_", "-"), str(value)) if x != "True"])
+               + [x for name, value in flags.items() for x in ("--" + name.replace("_", "-"), str(value)) if x != "True"
+                  and name != other])
     assert set(flags) | {"data"} == set(train.SETTINGS)
-    assert all(value not in train.SETTINGS[name][:2] for name, value in flags.items() if name != "dtype")
+    assert all(value not in train.SETTINGS[name][:2] for name, value in flags.items() if name not in ("dtype", other))
 
     (model, weight_decay, start), = calls["make_optimizer"]
-    assert weight_decay == 0.3
+    assert weight_decay == 0.3 and (model in compiled) == flags["compile"]
     config = {name: value for name, value in flags.items() if name in dataclasses.asdict(model.config)}
     assert model.config == train.model_config(flags) == GPTConfig(vocab_size=258, **config)
     assert len(config) == 9

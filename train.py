@@ -392,8 +392,8 @@ def check_settings(settings, n_processes):
         if not 0 <= settings[name] < 2**63:
             raise ValueError(f"{flag(name)} {settings[name]}: expected 0 or more")
     if settings["compile"] and settings["checkpoint_activations"]:
-        raise ValueError("--compile --checkpoint-activations: PyTorch compiles no block that it checkpoints, so "
-                         "choose one of the two")
+        raise ValueError("--compile --checkpoint-activations: PyTorch compiles no block that it checkpoints, "
+                         "so choose one of the two")
     if settings["grad_accumulation"] % n_processes:
         raise ValueError(f"--grad-accumulation {settings['grad_accumulation']}: expected a multiple of the "
                          f"{n_processes} processes")
