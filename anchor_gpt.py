@@ -16,7 +16,8 @@ Notable: the only attention kernel is PyTorch's scaled_dot_product_attention; th
 
 Shapes: B rows, T tokens a row, H query heads, H_kv key/value heads, D the head size, C = H * D, V tokens in
 the vocabulary. doc_ids (B, T) int64 holds 0 for the anchor at index 0 and 1, 2, 3, ... for each document in
-turn. """
+turn.
+"""
 import math
 import sys
 from dataclasses import dataclass
@@ -481,8 +482,8 @@ def check_plain_attention(module, query, key, attention_mask, dropout, options):
         asked["sliding_window"] = window
     for name, value in asked.items():
         if value is not None:
-            raise ValueError(f"{layer} asks for attention with {name} = {value!r:.40}, which anchor attention "
-                             "does not have")
+            raise ValueError(f"{layer} asks for attention with {name} = {value!r:.40}, which anchor "
+                             "attention does not have")
     if key.shape[2] != T:
         raise ValueError(f"{layer} got {T} queries and {key.shape[2]} keys: expected whole rows, without a "
                          "cache")
@@ -497,8 +498,9 @@ def hugging_face_attention(module, query, key, value, attention_mask, scaling=No
     ValueError: no doc_ids or of another shape, and as check_plain_attention.
     """
     if doc_ids is None:
-        raise ValueError(f"{type(module).__name__} got no doc_ids: call model(tokens, doc_ids=doc_ids); if that "
-                         "is what you did, this model does not hand them down to its layers, so it cannot be served")
+        raise ValueError(f"{type(module).__name__} got no doc_ids: call model(tokens, doc_ids=doc_ids); if "
+                         "that is what you did, this model does not hand them down to its layers, so it "
+                         "cannot be served")
     check_plain_attention(module, query, key, attention_mask, dropout, options)
     attend = doc_ids if isinstance(doc_ids, PreparedAttention) else PreparedAttention(doc_ids, "anchor")
     D_v = value.shape[3]
@@ -526,8 +528,8 @@ def prepare_doc_ids(model, args, kwargs):
                          "row")
     padding = kwargs.get("attention_mask")
     if padding is not None and padding.ndim == 2 and not padding[:, 0].all():
-        raise ValueError(f"{name} got rows padded on the left: the anchor has to be at index 0, so pad on the right "
-                         "or, better, fill the rows")
+        raise ValueError(f"{name} got rows padded on the left: the anchor has to be at index 0, so pad on "
+                         "the right or, better, fill the rows")
     if not isinstance(doc_ids, PreparedAttention):  # by the model around this one
         doc_ids = PreparedAttention(doc_ids, "anchor")
     return args, kwargs | {"doc_ids": doc_ids}
@@ -543,8 +545,8 @@ def anchor_attention(model):
     """
     import transformers  # no requirement of this project: whoever calls this has it
     if int(transformers.__version__.split(".")[0]) < 5:
-        raise ValueError(f"transformers {transformers.__version__} is too old, its models hand down a mask of their "
-                         "own: pip install 'transformers>=5'")
+        raise ValueError(f"transformers {transformers.__version__} is too old, its models hand down a mask "
+                         "of their own: pip install 'transformers>=5'")
     transformers.AttentionInterface.register("anchor", hugging_face_attention)
     before = model.config._attn_implementation
     hook = model.register_forward_pre_hook(prepare_doc_ids, with_kwargs=True)

@@ -55,8 +55,8 @@ SETTINGS = {
     "compile": (False, False, "fuse what PyTorch leaves in pieces (RMSNorm above all on a CPU): faster, "
                               "after a compilation of some seconds to a minute; results differ by rounding, "
                               "so only runs compiled alike resume bit for bit"),
-    "steps": (1000, 2000, "optimizer steps; the learning rate's cosine ends at the last, so --resume with more "
-                          "makes it jump"),
+    "steps": (1000, 2000, "optimizer steps; the learning rate's cosine ends at the last, so --resume with "
+                          "more makes it jump"),
     "learning_rate": (1e-3, 6e-4, "peak learning rate of AdamW: linear warm-up, cosine decay to a tenth"),
     "warmup_steps": (50, 100, "steps of linear warm-up"),
     "weight_decay": (0.1, 0.1, "weight decay of the matrices"),
