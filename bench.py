@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import train
 from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, PreparedAttention, anchor_attention, apply_rope,
-                        check_plain_attention, rope_cos_sin, visible_pairs)
+                        check_plain_attention, document_lengths, rope_cos_sin, visible_pairs)
 from data import (BOS, NO_TARGET, PackedRows, encode, load_documents, recall_batch, split_documents,
                   visible_share)
 
@@ -616,6 +616,60 @@ def error_of_first_key(k):
     return results
 
 
+def again_and_again(anchor, n):
+    return [anchor] * n
+
+
+def from_one_expand(anchor, n):
+    return anchor.expand(-1, -1, -1, n, -1).split(1, dim=3)
+
+
+def attend_with_copies(copies_of, q, k, v, lengths):
+    """Anchor attention of one row, in the dtype of its inputs throughout, as on a GPU."""
+    anchor, *docs = torch.stack((q, k, v)).split(lengths, dim=3)  # each (3, 1, H, n, D)
+    outputs = [anchor[2]]  # the anchor sees itself alone
+    for copy, doc in zip(copies_of(anchor, len(docs)), docs):
+        block = torch.cat((copy, doc), dim=3)
+        outputs.append(F.scaled_dot_product_attention(*block, is_causal=True)[:, :, 1:])
+    return torch.cat(outputs, dim=2)
+
+
+def error_of_the_anchors_gradient():
+    """What becomes of a gradient that is a sum over all documents, of the anchor's k and v, in bfloat16.
+
+    -> {documents: [(how they are added up, the larger of the two relative errors), ...]}
+    """
+    results = {}
+    for n_documents, length in ((16, 8), (512, 8), (273, 30)):
+        doc_ids = torch.arange(1, n_documents + 1).repeat_interleave(length)
+        doc_ids = F.pad(doc_ids, (1, 0))[None]
+        lengths = document_lengths(doc_ids)[0]
+        generator = torch.Generator().manual_seed(0)
+        shape = (4, 1, 2, doc_ids.shape[1], 64)
+        *inputs, weights = torch.randn(shape, generator=generator).bfloat16()
+
+        def gradients(attend, dtype):
+            q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+            y = attend(q, k, v)
+            return torch.autograd.grad((y * weights.to(dtype)).sum(), (k, v))
+        by_mask = PreparedAttention(doc_ids, "anchor", "mask")
+        exact = gradients(by_mask, torch.float64)
+        ways = {"the anchor again and again": partial(attend_with_copies, again_and_again, lengths=lengths),
+                "by mask": by_mask,
+                "copies from one expand": partial(attend_with_copies, from_one_expand, lengths=lengths),
+                "by document, on this device": PreparedAttention(doc_ids, "anchor")}
+        errors = []
+        for name, attend in ways.items():
+            pairs = zip(gradients(attend, torch.bfloat16), exact)
+            errors.append((name, max(((got - right)[:, :, 0].norm() / right[:, :, 0].norm()).item()
+                                     for got, right in pairs)))
+        results[f"{n_documents} of {length} tokens"] = errors
+    print_table("error of the gradient of the anchor's k and v, a sum over all documents, in bfloat16",
+                ["documents", *(name for name, _ in errors)],
+                [[name, *(f"{error:.2%}" for _, error in row)] for name, row in results.items()])
+    return results
+
+
 def rope(args):
     if args.model:
         return rope_of_model(args)
@@ -633,7 +687,8 @@ def rope(args):
             "shift": change_by_size_of_shift(layers, source, shift_length),
             "context": D_by_context_length(layers, source, args.context_lengths),
             "share": share_by_key(layers, source),
-            "first_key": error_of_first_key(layers[0][1])}
+            "first_key": error_of_first_key(layers[0][1]),
+            "anchors_gradient": error_of_the_anchors_gradient()}
 
 
 # ------------------------------------------------------------------------------------------------------------

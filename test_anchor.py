@@ -2296,6 +2296,24 @@ def test_bench_q_and_k_of_a_checkpoint_are_those_that_the_model_rotates(tmp_path
             assert torch.equal(k[head], x[0, 4 + head * n_kv_head // 4].double())
 
 
+@pytest.mark.parametrize("copies_of", [bench.again_and_again, bench.from_one_expand])
+@given(doc_ids=packings(max_rows=1), seed=seeds)
+def test_bench_attention_with_copies_of_either_kind_is_anchor_attention(copies_of, doc_ids, seed):
+    q, k, v = random_qkv(doc_ids, seed, 2, 2)
+    attend = lambda q, k, v, doc_ids, _: bench.attend_with_copies(copies_of, q, k, v, document_lengths(doc_ids)[0])
+    got = outputs_and_gradients(attend, q, k, v, doc_ids, "anchor")
+    for a, b in zip(got, outputs_and_gradients(attend_by_mask, q, k, v, doc_ids, "anchor")):
+        assert_close(a, b, 1e-12)
+
+
+def test_bench_the_anchors_gradient_loses_its_bits_where_it_is_added_up_again_and_again():
+    errors = {documents: dict(row) for documents, row in bench.error_of_the_anchors_gradient().items()}
+    few, many = errors["16 of 8 tokens"], errors["512 of 8 tokens"]
+    assert many["the anchor again and again"] > 3 * few["the anchor again and again"]
+    for way in ("by mask", "copies from one expand", "by document, on this device"):
+        assert many[way] < 0.01 and many["the anchor again and again"] > 3 * many[way]
+
+
 def test_bench_kinds_start_from_the_same_weights_on_the_same_batches():
     config = GPTConfig(vocab_size=258, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_hidden=8)
     one_document = PackedRows([b"abcdefgh" * 4], 16, 0)
