@@ -35,7 +35,7 @@ from tqdm import tqdm
 import train
 from anchor_gpt import (ATTENTIONS, GPT, GPTConfig, PreparedAttention, anchor_attention, apply_rope,
                         check_plain_attention, document_lengths, rope_cos_sin, visible_pairs)
-from data import (BOS, NO_TARGET, PackedRows, encode, load_documents, recall_batch, split_documents,
+from data import (BOS, NO_TARGET, SERVED, PackedRows, encode, load_documents, recall_batch, split_documents,
                   visible_share)
 
 
@@ -1077,7 +1077,7 @@ def make_parser():
     pictured = argparse.ArgumentParser(add_help=False)
     pictured.add_argument("--plot", type=Path, nargs="?", const=Path("assets"), metavar="FOLDER",
                           help="write pictures there (needs matplotlib); without a FOLDER to assets")
-    pictured.add_argument("--data", help="a folder, a .txt or a .jsonl; '' is the standard library")
+    pictured.add_argument("--data", help=f"{SERVED}; '' is the standard library")
     stepping = argparse.ArgumentParser(add_help=False)
     stepping.add_argument("--device", default="cuda" if on_cuda else "cpu", choices=("cpu", "cuda"))
     stepping.add_argument("--no-compile", dest="compile", action="store_false",
